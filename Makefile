@@ -1,0 +1,61 @@
+# `make demo` and `make test` set up everything they need in .venv and models/.
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TARGET := models/smollm2-135m-instruct
+PROTOS := $(wildcard protos/tandem/v1/*.proto)
+SOURCES := tandem gateway verifier_service drafter_service tests benchmarks
+
+.PHONY: setup model demo test test-fast lint types protos check-protos bench clean
+
+setup: $(VENV)/.installed
+model: $(TARGET)/config.json
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[worker,convert,dev]'
+	$(BIN)/python -m pip install -q --no-deps 'dflash==0.1.0'
+	touch $@
+
+$(TARGET)/config.json: | setup
+	$(BIN)/tandem models prepare --output $(TARGET)
+
+demo: setup model
+	$(BIN)/tandem demo --config configs/demo.yaml
+
+bench: setup model
+	$(BIN)/tandem bench --config configs/demo.yaml --modes off,block --concurrency 1,4,16 --json bench.json
+
+test: setup model lint types check-protos
+	$(BIN)/python -m pytest
+
+test-fast: setup model
+	$(BIN)/python -m pytest -m 'not slow'
+
+lint: setup
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+types: setup
+	$(BIN)/mypy
+
+protos: setup
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=. --grpc_python_out=. \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --mypy_out=. --mypy_grpc_out=. $(PROTOS)
+
+# Protos are linted, compatible with the last release, and the committed stubs are what they generate.
+check-protos: setup
+	$(BIN)/buf lint
+	$(BIN)/buf format -d --exit-code > /dev/null
+	$(BIN)/buf breaking --against protos/baseline.binpb
+	rm -rf build/stubs && mkdir -p build/stubs
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=build/stubs --grpc_python_out=build/stubs \
+	  --plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	  --mypy_out=build/stubs --mypy_grpc_out=build/stubs $(PROTOS)
+	diff -r -x '__pycache__' -x '__init__.py' build/stubs/tandem/v1 tandem/v1
+
+clean:
+	rm -rf $(VENV) $(TARGET) build .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The drafter: runs the draft model, streams drafts to the verifier."""

@@ -1,0 +1,1 @@
+"""The gateway: clients' text in, text out. Imports no torch."""

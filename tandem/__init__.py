@@ -1,0 +1,5 @@
+"""Tandem: speculative decoding served by cooperating processes."""
+
+from importlib.metadata import version
+
+__version__ = version("tandem")

@@ -1,0 +1,168 @@
+"""The one YAML file that configures a stack. Every service reads the same file and uses its own section.
+
+Paths are relative to the file. Unknown keys, wrong types and missing folders are start-up errors that name the key.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from tandem.errors import StartupError
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"must be HOST:PORT, is {value!r}")
+    return value
+
+
+def _folder(value: str | Path, info: ValidationInfo) -> Path:
+    base = (info.context or {}).get("base", Path())
+    path = (base / Path(value).expanduser()).resolve()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"no config.json in {path}")
+    return path
+
+
+Address = Annotated[str, AfterValidator(_address)]
+ModelFolder = Annotated[Path, AfterValidator(_folder)]
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _ServiceSection(_Section):
+    metrics_listen: Address | None = None
+    """Where Prometheus scrapes over HTTP; unset serves no metrics."""
+    reflection: bool = False
+    """Serve gRPC reflection, for grpcurl and the like."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    shutdown_grace_seconds: float = Field(default=10.0, ge=0)
+    """How long calls in flight may take after SIGTERM."""
+
+
+class _ComputeSection(_ServiceSection):
+    device: Device = "auto"
+    """auto is cuda where there is one."""
+    dtype: Dtype = "bfloat16"
+    """Of weights, KV and features."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads for torch; unset takes all cores."""
+    omp_spin_count: int = Field(default=5000, ge=0)
+    """GOMP_SPINCOUNT: how long idle OpenMP threads spin. Left unset by hand, processes that share cores starve
+    each other; measured in docs/architecture.md."""
+
+
+class GatewayConfig(_ServiceSection):
+    """The `gateway:` section."""
+
+    listen: Address = "127.0.0.1:7600"
+    verifier: Address = "127.0.0.1:7601"
+    """Where the verifier serves."""
+    max_concurrent_requests: int = Field(default=256, ge=1)
+    """Generations at once; one more is RESOURCE_EXHAUSTED."""
+    max_tokens_default: int | None = Field(default=None, ge=1)
+    """max_tokens of a request that sets none; unset is what the context holds."""
+    max_request_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Larger requests are RESOURCE_EXHAUSTED before they are read."""
+    max_sessions: int = Field(default=1024, ge=1)
+    """Sessions kept; one more is RESOURCE_EXHAUSTED."""
+    session_ttl_seconds: int = Field(default=3600, ge=1)
+    """Default time without use after which a session is forgotten."""
+
+
+class VerifierConfig(_ComputeSection):
+    """The `verifier:` section."""
+
+    listen: Address = "127.0.0.1:7601"
+    name: str = "verifier"
+    """For logs and drafters."""
+    speculation_mode: Literal["off", "block"] = "block"
+    """What requests that name no mode get."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Tokens a sequence may hold; unset is the target's max_position_embeddings."""
+    kv_block_tokens: int = Field(default=32, ge=1)
+    """Tokens per KV block."""
+    kv_blocks: int = Field(default=1024, ge=2)
+    """KV blocks in all."""
+    max_running_sequences: int = Field(default=32, ge=1)
+    """Sequences that step together at most."""
+    max_waiting_sequences: int = Field(default=256, ge=0)
+    """Sequences queued beyond those; one more is RESOURCE_EXHAUSTED."""
+    max_prefill_rows: int = Field(default=256, ge=1)
+    """Prompt tokens of one step at most: a longer prompt is prefilled in chunks, so that others keep streaming."""
+    draft_timeout_ms: float = Field(default=200.0, gt=0)
+    """A draft later than this is not waited for: the sequence takes a plain step."""
+
+
+class DrafterConfig(_ComputeSection):
+    """The `drafter:` section."""
+
+    listen: Address = "127.0.0.1:7602"
+    """Where health (and reflection) is served; work arrives on the stream the drafter dials."""
+    verifier: Address = "127.0.0.1:7601"
+    """The verifier to dial."""
+    name: str = "drafter"
+    """For logs and metrics."""
+    reconnect_max_seconds: float = Field(default=5.0, gt=0)
+    """Longest pause between attempts to reach the verifier."""
+
+
+class StackConfig(_Section):
+    """A whole file."""
+
+    target: ModelFolder
+    """The target: a Hugging Face folder (config.json, safetensors, tokenizer.json)."""
+    draft_model: ModelFolder | None = None
+    """The draft model: a DFlash folder. Unset: plain decoding only."""
+    gateway: GatewayConfig = GatewayConfig()
+    verifier: VerifierConfig = VerifierConfig()
+    drafter: DrafterConfig = DrafterConfig()
+
+    @model_validator(mode="after")
+    def _speculation_needs_a_draft_model(self) -> "StackConfig":
+        if self.draft_model is None and "speculation_mode" in self.verifier.model_fields_set:
+            if self.verifier.speculation_mode != "off":
+                raise ValueError(
+                    f"verifier.speculation_mode {self.verifier.speculation_mode!r} needs draft_model"
+                )
+        return self
+
+
+def load_config(path: str | Path) -> StackConfig:
+    """Read and check a config file; StartupError with one line per wrong key."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise StartupError(f"config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise StartupError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise StartupError(f"config {path}: must be a mapping with at least the key 'target'")
+    try:
+        return StackConfig.model_validate(data, context={"base": path.parent})
+    except ValidationError as error:
+        lines = (_describe(e) for e in error.errors(include_url=False))
+        raise StartupError("\n".join(f"config {path}: {line}" for line in lines)) from None
+
+
+def _describe(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{key}: unknown key"
+    return f"{key}: {error['msg']}" if key else str(error["msg"])

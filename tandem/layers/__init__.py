@@ -1,0 +1,1 @@
+"""Torch pieces shared by target models and draft models."""

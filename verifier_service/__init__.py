@@ -1,0 +1,1 @@
+"""The verifier: runs the target, verifies drafts, emits tokens."""
