@@ -135,11 +135,9 @@ class StackConfig(_Section):
 
     @model_validator(mode="after")
     def _speculation_needs_a_draft_model(self) -> "StackConfig":
-        if self.draft_model is None and "speculation_mode" in self.verifier.model_fields_set:
-            if self.verifier.speculation_mode != "off":
-                raise ValueError(
-                    f"verifier.speculation_mode {self.verifier.speculation_mode!r} needs draft_model"
-                )
+        asked = "speculation_mode" in self.verifier.model_fields_set and self.verifier.speculation_mode != "off"
+        if self.draft_model is None and asked:
+            raise ValueError(f"verifier.speculation_mode {self.verifier.speculation_mode!r} needs draft_model")
         return self
 
 

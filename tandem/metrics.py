@@ -4,25 +4,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from tandem.errors import StartupError
 
-STEP_BUCKETS = (
-    0.0005,
-    0.001,
-    0.002,
-    0.004,
-    0.006,
-    0.008,
-    0.012,
-    0.016,
-    0.024,
-    0.032,
-    0.048,
-    0.064,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    2,
-)
+STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.5, 2.0)
 """Seconds: one verify step, one draft, one transfer."""
 
 LATENCY_BUCKETS = (

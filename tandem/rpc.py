@@ -73,14 +73,10 @@ class Health:
         self._servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         if with_reflection:
-            reflection.enable_server_reflection(
-                [*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server
-            )
+            reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
 
     async def set_ready(self, ready: bool) -> None:
-        status = (
-            health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
+        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
         await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         for service in self._services:
             await self._servicer.set(service, status)

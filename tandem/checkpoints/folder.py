@@ -34,9 +34,7 @@ class CheckpointFolder:
             raise StartupError(f"{self.path}: tensor {name} is missing")
         tensor: torch.Tensor = self._handle(file).get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise StartupError(
-                f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json means {list(shape)}"
-            )
+            raise StartupError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json means {list(shape)}")
         self._read.add(name)
         return tensor.to(dtype)
 

@@ -43,9 +43,7 @@ class RopeConfig:
         old_type = block.pop("type", "default")
         rope_type = block.pop("rope_type", old_type)
         if rope_type not in _ROPE_KEYS:
-            raise ValueError(
-                f"{key}.rope_type: {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
-            )
+            raise ValueError(f"{key}.rope_type: {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}")
         unknown = sorted(set(block) - _ROPE_KEYS[rope_type])
         if unknown:
             raise ValueError(f"{key}.{unknown[0]}: unknown key for rope type {rope_type!r}")
