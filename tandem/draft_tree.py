@@ -1,5 +1,6 @@
 """Drafts: candidate tokens after an anchor, as a chain (block) or a tree, in one shape. No torch here."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -48,3 +49,29 @@ class Draft:
                 raise InvalidDraft(f"tokens[{i}]: must be below {vocab_size}, is {token}")
             if not 0 <= parent <= i:
                 raise InvalidDraft(f"parents[{i}]: must be in [0, {i}], is {parent}")
+
+
+def walk(draft: Draft | None, choose: Callable[[int, int], int]) -> tuple[list[int], list[int]]:
+    """Follow the target's own choices through a draft, from the root on.
+
+    choose(index, depth) is the target's token after node `index` (0: the root), which sits `depth` below the root.
+    While a child carries that token the walk moves there; the first choice without a child is the bonus. Every emitted
+    token is the target's choice at its own prefix, so what is emitted is what the target alone would emit, at any
+    temperature (DDTree, arXiv 2604.12989).
+
+    Returns (indices of the accepted nodes, chosen tokens): the tokens of the accepted nodes, then the bonus.
+    """
+    children: dict[tuple[int, int], int] = {}
+    if draft:
+        for i, (parent, token) in enumerate(zip(draft.parents, draft.tokens, strict=True)):
+            children.setdefault((parent, token), i + 1)
+    accepted: list[int] = []
+    chosen: list[int] = []
+    index: int | None = 0
+    while index is not None:
+        token = choose(index, len(accepted))
+        chosen.append(token)
+        index = children.get((index, token))
+        if index is not None:
+            accepted.append(index)
+    return accepted, chosen

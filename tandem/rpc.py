@@ -18,9 +18,6 @@ from tandem.errors import InvalidRequest, Overloaded, StartupError, Unavailable
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 """Largest message between gateway, verifier and drafter."""
 
-FEATURE_CHUNK_BYTES = 2 * 2**20
-"""Largest piece of features in one message."""
-
 _COMMON_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -158,10 +155,23 @@ async def domain_errors(context: Any) -> AsyncIterator[None]:
 
 def field_violations(error: grpc.RpcError) -> list[tuple[str, str]]:
     """(field, reason) pairs of an INVALID_ARGUMENT; empty for other errors."""
-    status = rpc_status.from_call(error) if isinstance(error, grpc.aio.AioRpcError) else None
     found = []
-    for detail in status.details if status else []:
+    for detail in _details(error):
         bad = error_details_pb2.BadRequest()
         if detail.Unpack(bad):
             found += [(v.field, v.description) for v in bad.field_violations]
     return found
+
+
+def retry_after_seconds(error: grpc.RpcError) -> float | None:
+    """The pause that an error's google.rpc.RetryInfo asks for; None without one."""
+    for detail in _details(error):
+        info = error_details_pb2.RetryInfo()
+        if detail.Unpack(info):
+            return info.retry_delay.ToNanoseconds() / 1e9
+    return None
+
+
+def _details(error: grpc.RpcError) -> list[any_pb2.Any]:
+    status = rpc_status.from_call(error) if isinstance(error, grpc.Call | grpc.aio.AioRpcError) else None
+    return list(status.details) if status else []

@@ -183,7 +183,8 @@ class StoppingParams(_message.Message):
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Strings that end the generation, at most 16 of 1 to 256 characters each. Text is cut before the string;
-        token_ids are cut at the first token that is not needed for the text that is kept.
+        token_ids are cut at the first token that is not needed for the text that is kept. The string whose last
+        character comes first in the text wins; of several that end there, the longest.
         """
 
     def __init__(
@@ -225,7 +226,9 @@ class GenerateRequest(_message.Message):
     RETURN_STEP_TIMING_FIELD_NUMBER: _builtins.int
     RETURN_LOG_PROBS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
-    """Raw text, encoded as it is: no chat template, no added special tokens."""
+    """Raw text, encoded as it is: no chat template, no added special tokens. Text that spells a special token stays
+    text here as in messages; token_ids can hold special tokens.
+    """
     session_id: _builtins.str
     """Continue this session (OpenSession). Only messages can be added to a session."""
     speculation_mode: Global___SpeculationMode.ValueType

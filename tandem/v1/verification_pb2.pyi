@@ -87,6 +87,11 @@ class VerifierServiceGenerateResponse(_message.Message):
     LOG_PROBS_FIELD_NUMBER: _builtins.int
     STEP_TIMING_FIELD_NUMBER: _builtins.int
     FINAL_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    cached_prompt_tokens: _builtins.int
+    """Set on the first message: prompt tokens whose keys and values were reused. The gateway may end a sequence by
+    cancelling the call (a stop string), and then never sees `final`.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Newly emitted ids, at least one unless `final` is set."""
@@ -110,15 +115,20 @@ class VerifierServiceGenerateResponse(_message.Message):
         log_probs: _abc.Iterable[_builtins.float] | None = ...,
         step_timing: _generation_pb2.StepTiming | None = ...,
         final: Global___SequenceFinal | None = ...,
+        cached_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_final", b"_final", "_step_timing", b"_step_timing", "final", b"final", "step_timing", b"step_timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_final", b"_final", "_step_timing", b"_step_timing", "cached_prompt_tokens", b"cached_prompt_tokens", "final", b"final", "step_timing", b"step_timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_final", b"_final", "_step_timing", b"_step_timing", "final", b"final", "log_probs", b"log_probs", "step_timing", b"step_timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens", "_final", b"_final", "_step_timing", b"_step_timing", "cached_prompt_tokens", b"cached_prompt_tokens", "final", b"final", "log_probs", b"log_probs", "step_timing", b"step_timing", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cached_prompt_tokens: _TypeAlias = _typing.Literal["cached_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__cached_prompt_tokens: _TypeAlias = _typing.Literal["_cached_prompt_tokens", b"_cached_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__final: _TypeAlias = _typing.Literal["final"]  # noqa: Y015
     _WhichOneofArgType__final: _TypeAlias = _typing.Literal["_final", b"_final"]  # noqa: Y015
     _WhichOneofReturnType__step_timing: _TypeAlias = _typing.Literal["step_timing"]  # noqa: Y015
     _WhichOneofArgType__step_timing: _TypeAlias = _typing.Literal["_step_timing", b"_step_timing"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cached_prompt_tokens) -> _WhichOneofReturnType__cached_prompt_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__final) -> _WhichOneofReturnType__final | None: ...
     @_typing.overload

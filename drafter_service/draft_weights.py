@@ -1,0 +1,123 @@
+"""Weights of a DFlash draft model, laid out for drafting; embedding and head come from the target."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.checkpoints.draft_config import DraftConfig
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.errors import StartupError
+from tandem.layers.linear import Linear
+
+_VERIFIERS_TENSORS = ("fc.weight", "hidden_norm.weight")
+"""Features arrive with these applied."""
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer. H: hidden size, I: intermediate size, D: head dim, N and M: heads and key-value heads."""
+
+    input_norm: torch.Tensor
+    """[H]"""
+    qkv: Linear
+    """H -> (N + 2M) x D: queries, keys, values."""
+    query_key_norm: torch.Tensor
+    """[N + M, D]: q_norm for each query head, then k_norm for each key head."""
+    output: Linear
+    """N x D -> H"""
+    post_attention_norm: torch.Tensor
+    """[H]"""
+    gate_up: Linear
+    """H -> 2I"""
+    down: Linear
+    """I -> H"""
+
+
+@dataclass(frozen=True)
+class DraftWeights:
+    """The whole network. V: vocabulary, L: layers."""
+
+    layers: tuple[LayerWeights, ...]
+    context_kv: Linear
+    """H -> L x 2 x M x D: keys and values of all layers, for features. A second copy of those rows of every qkv, so
+    that a context takes one product."""
+    context_key_norm: torch.Tensor
+    """[L, 1, D]"""
+    norm: torch.Tensor
+    """[H]"""
+    embedding: torch.Tensor
+    """[V, H], the target's raw rows."""
+    head: Linear
+    """H -> V, the target's."""
+
+
+def load_weights(
+    config: DraftConfig, draft_folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
+) -> DraftWeights:
+    """Every tensor is checked by name and shape, and none may be left over; StartupError names file and tensor."""
+    embedding, head = _target_rows(config, draft_folder, CheckpointFolder(target_folder), dtype, device)
+    folder = CheckpointFolder(draft_folder)
+
+    def read(name: str, *shape: int) -> torch.Tensor:
+        return folder.tensor(name, shape, dtype).to(device)
+
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    layers, context_weights, context_biases, key_norms = [], [], [], []
+    for i in range(config.num_hidden_layers):
+        name = f"layers.{i}"
+        widths = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+        weights = [read(f"{name}.self_attn.{part}.weight", width, hidden) for part, width in widths.items()]
+        biases, output_bias = [], None
+        if config.attention_bias:
+            biases = [read(f"{name}.self_attn.{part}.bias", width) for part, width in widths.items()]
+            output_bias = read(f"{name}.self_attn.o_proj.bias", hidden)
+        query_norm = read(f"{name}.self_attn.q_norm.weight", head_dim)
+        key_norm = read(f"{name}.self_attn.k_norm.weight", head_dim)
+        gate, up = (read(f"{name}.mlp.{part}_proj.weight", inner, hidden) for part in ("gate", "up"))
+        layers.append(
+            LayerWeights(
+                input_norm=read(f"{name}.input_layernorm.weight", hidden),
+                qkv=Linear(torch.cat(weights), torch.cat(biases) if biases else None),
+                query_key_norm=torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1))),
+                output=Linear(read(f"{name}.self_attn.o_proj.weight", hidden, heads * head_dim), output_bias),
+                post_attention_norm=read(f"{name}.post_attention_layernorm.weight", hidden),
+                gate_up=Linear(torch.cat((gate, up))),
+                down=Linear(read(f"{name}.mlp.down_proj.weight", hidden, inner)),
+            )
+        )
+        context_weights += weights[1:]
+        context_biases += biases[1:]
+        key_norms.append(key_norm)
+    norm = read("norm.weight", hidden)
+    folder.check_all_read(ignore_suffixes=_VERIFIERS_TENSORS)
+    return DraftWeights(
+        layers=tuple(layers),
+        context_kv=Linear(torch.cat(context_weights), torch.cat(context_biases) if context_biases else None),
+        context_key_norm=torch.stack(key_norms)[:, None],
+        norm=norm,
+        embedding=embedding,
+        head=head,
+    )
+
+
+def _target_rows(
+    config: DraftConfig, draft_folder: Path, target: CheckpointFolder, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, Linear]:
+    for key, target_key, value in (
+        ("vocab_size", "vocab_size", config.vocab_size),
+        ("hidden_size", "hidden_size", config.hidden_size),
+        ("num_target_layers", "num_hidden_layers", config.num_target_layers),
+    ):
+        targets = target.config.get(target_key)
+        if value is not None and value != targets:
+            raise StartupError(
+                f"{draft_folder / 'config.json'}: {key}: is {value}, but the target has {target_key} {targets} "
+                f"({target.path / 'config.json'}): this draft model belongs to another target"
+            )
+    shape = (config.vocab_size, config.hidden_size)
+    embedding = target.tensor("model.embed_tokens.weight", shape, dtype).to(device)
+    if target.config.get("tie_word_embeddings", "lm_head.weight" not in target):
+        return embedding, Linear(embedding)
+    return embedding, Linear(target.tensor("lm_head.weight", shape, dtype).to(device))

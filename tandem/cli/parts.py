@@ -1,0 +1,108 @@
+"""The parts of a stack, as a config file describes them: how each is started, where it serves, when it is ready."""
+
+import contextlib
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config import StackConfig
+from tandem.errors import StartupError
+
+GENERATION, VERIFIER, SPECULATION, DRAFTER = (
+    "tandem.v1.GenerationService",
+    "tandem.v1.VerifierService",
+    "tandem.v1.SpeculationService",
+    "tandem.Drafter",
+)
+"""Health service names."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One service process."""
+
+    name: str
+    command: tuple[str, ...]
+    address: str
+    """Where its health is served, HOST:PORT as a client dials it."""
+    health_services: tuple[str, ...]
+    """All SERVING: the part is ready."""
+    grace_seconds: float
+    """From SIGTERM to SIGKILL."""
+    essential: bool = True
+    """Its end is the end of the stack; otherwise it is started again."""
+
+
+def parts_of(config: StackConfig, path: Path) -> list[Part]:
+    """Verifier, drafter (with a draft model only) and gateway, in the order they start."""
+
+    def command(module: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", module, "--config", str(path))
+
+    speculates = config.draft_model is not None
+    parts = [
+        Part(
+            "verifier",
+            command("verifier_service"),
+            dialable(config.verifier.listen),
+            (VERIFIER, SPECULATION) if speculates else (VERIFIER,),
+            config.verifier.shutdown_grace_seconds + 5,
+        ),
+    ]
+    if speculates:
+        parts.append(
+            Part(
+                "drafter",
+                command("drafter_service"),
+                dialable(config.drafter.listen),
+                (DRAFTER,),
+                config.drafter.shutdown_grace_seconds + 5,
+                essential=False,
+            )
+        )
+    parts.append(
+        Part(
+            "gateway",
+            command("gateway"),
+            dialable(config.gateway.listen),
+            (GENERATION,),
+            config.gateway.shutdown_grace_seconds + 5,
+        )
+    )
+    return parts
+
+
+def check_ports_free(config: StackConfig) -> None:
+    """StartupError naming the key of every address that is taken, by another process or twice in the config."""
+    sections = {"gateway": config.gateway, "verifier": config.verifier}
+    if config.draft_model is not None:
+        sections["drafter"] = config.drafter  # type: ignore[assignment]
+    addresses = {
+        f"{name}.{key}": address
+        for name, section in sections.items()
+        for key in ("listen", "metrics_listen")
+        if (address := getattr(section, key)) is not None
+    }
+    problems = []
+    with contextlib.ExitStack() as held:
+        for key, address in addresses.items():
+            host, _, port = address.rpartition(":")
+            try:
+                family, kind, protocol, _, bindable = socket.getaddrinfo(
+                    host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                )[0]
+                probe = held.enter_context(socket.socket(family, kind, protocol))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(bindable)
+                probe.listen()
+            except OSError as error:
+                problems.append(f"{key}: cannot listen on {address}: {error.strerror}")
+    if problems:
+        raise StartupError("\n".join(problems))
+
+
+def dialable(listen: str) -> str:
+    """The address under which this machine reaches a server that listens on `listen`."""
+    host, _, port = listen.rpartition(":")
+    return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]", "*": "127.0.0.1"}.get(host, host) + f":{port}"

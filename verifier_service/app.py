@@ -1,0 +1,146 @@
+"""Wiring of the verifier: model, engine, servers, signals."""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+
+import grpc
+import torch
+from prometheus_client import CollectorRegistry
+
+from tandem.checkpoints.folder import CheckpointFolder, fingerprint, read_json
+from tandem.config import StackConfig
+from tandem.errors import StartupError
+from tandem.metrics import serve_metrics
+from tandem.rpc import Health, bind, server_options, wait_for_signal
+from tandem.torch_setup import pick_device, set_threads
+from tandem.v1 import speculation_pb2_grpc, verification_pb2_grpc
+from verifier_service.drafting import Drafting, DraftShape
+from verifier_service.engine import Engine
+from verifier_service.features import FeatureProjection
+from verifier_service.kv_cache import KvCache
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.model_runner import ModelRunner
+from verifier_service.models.llama import LlamaModel
+from verifier_service.scheduler import Scheduler
+from verifier_service.servicer import VerifierInfo, VerifierServicer
+from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
+
+logger = logging.getLogger(__name__)
+
+SERVICES = ["tandem.v1.VerifierService", "tandem.v1.SpeculationService"]
+
+
+async def run_verifier(config: StackConfig) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    section = config.verifier
+    server = grpc.aio.server(options=server_options())
+    health = Health(server, SERVICES, section.reflection)
+    bind(server, section.listen, "verifier.listen")
+    registry = CollectorRegistry()
+    serve_metrics(section.metrics_listen, "verifier.metrics_listen", registry)
+
+    engine, info, speculation = build(config, registry)
+    verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
+    speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
+    engine.start()
+    await server.start()
+    await health.set_ready(True)
+    logger.info("serving %s at %s, context %d, %s", info.model, section.listen, info.max_context, info.dtype)
+
+    stopping = asyncio.create_task(wait_for_signal())
+    fault = asyncio.create_task(_engine_fault(engine))
+    await asyncio.wait({stopping, fault}, return_when=asyncio.FIRST_COMPLETED)
+    await health.drain()
+    if fault.done():
+        await server.stop(1.0)
+        raise StartupError("the engine's loop failed, see the log above")
+    logger.info("stopping: calls in flight have %gs", section.shutdown_grace_seconds)
+    await _drain(engine, section.shutdown_grace_seconds)
+    engine.stop()
+    await server.stop(0.5)
+
+
+def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, VerifierInfo, SpeculationInfo | None]:
+    """Load the models and put the engine together."""
+    section = config.verifier
+    set_threads(section.threads)
+    device, dtype = pick_device(section.device, "verifier.device"), getattr(torch, section.dtype)
+    started = time.perf_counter()
+    folder = CheckpointFolder(config.target)
+    model = LlamaModel(folder, dtype, device)
+    features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
+    runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device)
+    runner.warm_up(features.config.block_size if features else 1)
+    logger.info("loaded %s in %.1fs", config.target.name, time.perf_counter() - started)
+
+    metrics = VerifierMetrics(registry)
+    kv = KvCache(section.kv_blocks, section.kv_block_tokens)
+    scheduler = Scheduler(
+        kv=kv,
+        max_running=section.max_running_sequences,
+        max_waiting=section.max_waiting_sequences,
+        max_prefill_rows=section.max_prefill_rows,
+        draft_timeout_seconds=section.draft_timeout_ms / 1000,
+    )
+    shape = None
+    if features:
+        shape = DraftShape(features.config.block_size - 1, features.config.hidden_size * dtype.itemsize)
+    engine = Engine(scheduler, runner, Drafting(shape, kv, runner.read_features, metrics), metrics)
+    metrics.observe_load(engine.load)
+
+    wanted = section.max_context or model.config.max_positions
+    if wanted > model.config.max_positions:
+        raise StartupError(f"verifier.max_context: must be at most the target's {model.config.max_positions}")
+    max_context = min(wanted, kv.total * section.kv_block_tokens)
+    if max_context < wanted:
+        logger.warning("context cut from %d to the KV's %d tokens (verifier.kv_blocks)", wanted, max_context)
+    info = VerifierInfo(
+        model=config.target.name,
+        max_context=max_context,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=eos_token_ids(config.target),
+        speculation_modes=["off", "block"] if features else ["off"],
+        default_speculation_mode=section.speculation_mode if features else "off",
+        dtype=section.dtype,
+        draft_model_fingerprint=fingerprint(config.draft_model) if config.draft_model else "",
+        max_waiting_sequences=section.max_waiting_sequences,
+    )
+    if features is None:
+        return engine, info, None
+    speculation = SpeculationInfo(
+        draft_model_fingerprint=info.draft_model_fingerprint,
+        block_size=features.config.block_size,
+        vocab_size=features.config.vocab_size,
+        target_layer_ids=tuple(features.config.target_layer_ids),
+        hidden_size=features.config.hidden_size,
+        dtype=section.dtype,
+        verifier_name=section.name,
+        max_context=max_context,
+    )
+    return engine, info, speculation
+
+
+def eos_token_ids(target: Path) -> list[int]:
+    """End-of-sequence ids: config.json's united with generation_config.json's."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (target / name).is_file():
+            value = read_json(target / name).get("eos_token_id")
+            found |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(found)
+
+
+async def _engine_fault(engine: Engine) -> None:
+    while engine.alive:
+        await asyncio.sleep(0.2)
+
+
+async def _drain(engine: Engine, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        load = engine.load()
+        if load.running + load.waiting == 0:
+            return
+        await asyncio.sleep(0.05)

@@ -1,0 +1,296 @@
+"""The verifier's loop: takes requests and drafts in, plans and runs steps, hands tokens and drafting work out.
+
+One thread owns scheduler, KV and model. Everybody else talks to it through the public methods, which only queue a
+command and return. Results leave through sinks, which must not block. Knows no gRPC and no torch.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from tandem.errors import Overloaded, Unavailable, invalid
+from verifier_service.drafters import Drafter
+from verifier_service.drafting import Drafting, DraftReply
+from verifier_service.load import Load, RecentSteps, StepTiming, Totals
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.scheduler import Scheduler
+from verifier_service.sequence import FinishReason, PendingDraft, Sequence, SequenceRequest
+from verifier_service.step import Segment, StepPlan, StepResult, Verdict
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What the engine needs of the model runner."""
+
+    def run(self, segments: list[Segment]) -> StepResult: ...
+
+    def read_features(self, blocks: list[int], start: int, count: int) -> bytes: ...
+
+
+@dataclass(frozen=True)
+class Emission:
+    """What one step gave one sequence. A sequence's last emission has its finish reason or error."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    log_probs: list[float]
+    timing: StepTiming | None = None
+    """Of decode steps."""
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+
+
+Sink = Callable[[Emission], None]
+
+
+class Engine:
+    """Runs sequences until stopped."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, drafting: Drafting, metrics: VerifierMetrics):
+        self._scheduler = scheduler
+        self._runner = runner
+        self._drafting = drafting
+        self._metrics = metrics
+        self._sequences: dict[int, Sequence] = {}
+        self._sinks: dict[int, Sink] = {}
+        self._ids: dict[str, int] = {}
+        self._next_id = 1
+        self._recent = RecentSteps()
+        self._totals = Totals()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._running = True
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End all sequences with Unavailable, then the thread."""
+        self._post(self._stop)
+        self._thread.join()
+
+    @property
+    def alive(self) -> bool:
+        """False once the loop ended, by stop or by a fault."""
+        return self._thread.is_alive()
+
+    def submit(self, request: SequenceRequest, sink: Sink) -> None:
+        """Run a sequence. The sink is called in the engine's thread; the last emission has a finish reason or error."""
+        self._post(lambda: self._submit(request, sink))
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence as ABORTED. Unknown ids are ignored."""
+        self._post(lambda: self._abort(request_id))
+
+    def attach(self, drafter: Drafter) -> None:
+        """A drafter registered: live sequences are drafted for from now on."""
+        self._post(lambda: self._attach(drafter))
+
+    def detach(self, drafter: Drafter) -> None:
+        """A drafter left: its sequences go on undrafted, or with another."""
+        self._post(lambda: self._ask(self._drafting.detach(drafter, self._sequences)))
+
+    def deliver(self, drafter: Drafter, reply: DraftReply) -> None:
+        """Drafts, already checked for shape and vocabulary."""
+        self._post(lambda: self._drafting.deliver(drafter, reply, self._sequences))
+
+    def report_gap(self, drafter: Drafter, sequence_id: int, epoch: int, held: int) -> None:
+        """A drafter lacks a sequence's features from position `held` on."""
+        self._post(lambda: self._ask(self._drafting.gap(drafter, sequence_id, epoch, held, self._sequences)))
+
+    def load(self) -> Load:
+        """Live figures; safe from any thread."""
+        kv = self._scheduler.kv
+        return Load(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            kv_used=kv.used,
+            kv_cached=kv.cached,
+            kv_total=kv.total,
+            drafters=len(self._drafting.pool),
+            drafted_step=self._recent.median(drafted=True),
+            plain_step=self._recent.median(drafted=False),
+            totals=replace(self._totals),
+        )
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # Below: the engine's thread only.
+
+    def _run(self) -> None:
+        try:
+            while self._running:
+                self._turn()
+        except Exception:
+            logger.critical("the engine's loop failed; the verifier cannot go on", exc_info=True)
+            self._end_all(Unavailable("verifier: internal fault, restarting"))
+
+    def _turn(self) -> None:
+        """Take all commands, then one step, or sleep until there is something to do."""
+        while self._commands:
+            self._commands.popleft()()
+        plan = self._scheduler.plan(time.perf_counter())
+        for sequence in plan.preempted:
+            logger.info("sequence %d preempted at %d tokens: no free KV block", sequence.id, len(sequence.tokens))
+            self._metrics.preemptions.inc()
+            self._drafting.restart(sequence)
+        if plan.segments:
+            self._step(plan)
+            return
+        with self._wake:
+            if not self._commands:
+                self._wake.wait(None if plan.wake_at is None else max(0.0, plan.wake_at - time.perf_counter()))
+
+    def _step(self, plan: StepPlan) -> None:
+        started = time.perf_counter()
+        try:
+            result = self._runner.run(plan.segments)
+        except Exception as error:
+            logger.exception("a step of %d sequences failed; they end", len(plan.segments))
+            for segment in plan.segments:
+                self._end(segment.sequence, FinishReason.FAILED, error)
+            return
+        outcomes = [self._commit(s, v) for s, v in zip(plan.segments, result.verdicts, strict=True)]
+        ended = time.perf_counter()
+        # Drafters work while the tokens are on their way to the gateway.
+        self._ask([s.sequence for s in plan.segments if s.sequence.finish_reason is None])
+        for outcome in outcomes:
+            if outcome.segment.samples:
+                self._emit(outcome, self._timing(outcome, result, started, ended))
+        self._count_step(plan, result, ended - started)
+
+    def _commit(self, segment: Segment, verdict: Verdict) -> "_Outcome":
+        """Take over what a step decided for a sequence."""
+        sequence = segment.sequence
+        sequence.committed += len(verdict.accepted_rows)
+        kept = len(sequence.append(verdict.token_ids))
+        committed = min(sequence.committed, len(sequence.tokens))
+        self._scheduler.kv.commit(sequence.id, sequence.tokens, committed, sequence.request.speculate)
+        used, sequence.pending = sequence.pending, None
+        if used and used.draft is None:
+            self._drafting.gave_up(sequence)
+        if sequence.finish_reason:
+            self._scheduler.remove(sequence)
+            self._drafting.forget(sequence)
+        return _Outcome(segment, verdict, kept, used)
+
+    def _timing(self, outcome: "_Outcome", result: StepResult, started: float, ended: float) -> StepTiming | None:
+        """Where the time since the sequence's previous emission went; None for the prompt's own step."""
+        segment, used = outcome.segment, outcome.used
+        previous, segment.sequence.last_emission = segment.sequence.last_emission, ended
+        if previous is None or len(segment.token_ids) > 1:
+            return None
+        waited = started - used.requested_at if used else 0.0
+        drafting = min(used.compute_us / 1e6, waited) if used else 0.0
+        return StepTiming(
+            draft_us=round(drafting * 1e6),
+            transfer_us=round((waited - drafting) * 1e6),
+            verify_us=round(result.forward_seconds * 1e6),
+            host_us=max(0, round((ended - previous - waited - result.forward_seconds) * 1e6)),
+            rows=result.rows,
+            drafted=segment.nodes,
+            accepted=min(len(outcome.verdict.token_ids) - 1, outcome.kept),
+        )
+
+    def _emit(self, outcome: "_Outcome", timing: StepTiming | None) -> None:
+        sequence, verdict, kept = outcome.segment.sequence, outcome.verdict, outcome.kept
+        self._totals.emitted += kept
+        self._metrics.generation_tokens.inc(kept)
+        if timing:
+            self._recent.add(timing)
+            sequence.counts.count_step(timing.drafted, timing.accepted)
+            if timing.drafted:
+                self._totals.drafts += 1
+                self._totals.drafted += timing.drafted
+                self._totals.accepted += timing.accepted
+                self._metrics.count_draft(timing.drafted, timing.accepted)
+        reason = sequence.finish_reason
+        emission = Emission(sequence, verdict.token_ids[:kept], verdict.log_probs[:kept], timing, reason)
+        if reason:
+            self._retire(sequence, emission)
+        else:
+            self._sinks[sequence.id](emission)
+
+    def _count_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+        prefill = any(len(s.token_ids) > 1 for s in plan.segments)
+        kind = "prefill" if prefill else "verify" if any(s.nodes for s in plan.segments) else "decode"
+        self._metrics.steps.labels(kind).inc()
+        self._metrics.step_rows.labels(kind).inc(result.rows)
+        self._metrics.step_seconds.labels(kind).observe(seconds)
+        self._metrics.verify_seconds.labels(kind).observe(result.forward_seconds)
+        self._metrics.sequences_per_step.observe(len(plan.segments))
+
+    def _ask(self, sequences: list[Sequence]) -> None:
+        self._drafting.ask([s for s in sequences if s in self._scheduler.running])
+
+    def _submit(self, request: SequenceRequest, sink: Sink) -> None:
+        sequence = Sequence.from_request(self._next_id, request)
+        self._next_id += 1
+        if request.request_id in self._ids:
+            error = invalid("request_id", f"{request.request_id!r} is already running")
+            sink(Emission(sequence, [], [], error=error))
+            return
+        try:
+            self._scheduler.add(sequence)
+        except Overloaded as error:
+            sink(Emission(sequence, [], [], error=error))
+            return
+        self._ids[request.request_id] = sequence.id
+        self._sequences[sequence.id] = sequence
+        self._sinks[sequence.id] = sink
+
+    def _abort(self, request_id: str) -> None:
+        sequence_id = self._ids.get(request_id)
+        if sequence_id is not None:
+            self._end(self._sequences[sequence_id], FinishReason.ABORTED, None)
+            self._ask([])
+
+    def _attach(self, drafter: Drafter) -> None:
+        self._drafting.attach(drafter)
+        self._ask(self._scheduler.running)
+
+    def _stop(self) -> None:
+        self._end_all(Unavailable("verifier: shutting down"))
+        self._running = False
+
+    def _end_all(self, error: Exception) -> None:
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, FinishReason.FAILED, error)
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: Exception | None) -> None:
+        """End a sequence from outside a step's own verdict."""
+        sequence.finish_reason = reason
+        self._scheduler.remove(sequence)
+        self._drafting.forget(sequence)
+        self._retire(sequence, Emission(sequence, [], [], None, reason, error))
+
+    def _retire(self, sequence: Sequence, last: Emission) -> None:
+        """Hand out a sequence's last emission and forget it."""
+        assert last.finish_reason
+        self._metrics.requests.labels(last.finish_reason.value).inc()
+        cached = sequence.cached_prompt_tokens
+        self._metrics.prompt_tokens.labels("cached").inc(cached)
+        self._metrics.prompt_tokens.labels("computed").inc(sequence.request.prompt_length - cached)
+        del self._sequences[sequence.id], self._ids[sequence.request.request_id]
+        self._sinks.pop(sequence.id)(last)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a step did to one sequence."""
+
+    segment: Segment
+    verdict: Verdict
+    kept: int
+    """Tokens emitted: the verdict's, up to the first that ends the sequence."""
+    used: PendingDraft | None
+    """The draft request the step used up."""

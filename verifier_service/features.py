@@ -1,0 +1,61 @@
+"""Features: the taps of committed tokens after the draft model's fc and hidden_norm, kept beside the KV.
+
+They are kept so that a drafter that connects late, or comes back, can be sent the context of every live sequence, and
+so that a prefix hit brings its features along. Shipping them instead of raw taps cuts the bytes by the number of taps.
+"""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tandem.checkpoints.draft_config import DraftConfig
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.errors import StartupError
+from tandem.layers.norm import rms_norm
+from verifier_service.models.llama import LlamaConfig
+
+
+class FeatureProjection:
+    """The draft model's first step, run by the verifier: hidden_norm(fc(taps)). DFlash, arXiv 2602.06036."""
+
+    def __init__(self, draft_folder: Path, target: LlamaConfig, dtype: torch.dtype, device: torch.device):
+        self.config = DraftConfig.load(draft_folder)
+        self._check(draft_folder, target)
+        folder = CheckpointFolder(draft_folder)
+        hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
+        self._fc = folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device)
+        self._norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
+
+    def __call__(self, taps: torch.Tensor) -> torch.Tensor:
+        """[rows, taps * target hidden] to [rows, hidden]."""
+        return rms_norm(F.linear(taps, self._fc), self._norm, self.config.rms_norm_eps)
+
+    def _check(self, folder: Path, target: LlamaConfig) -> None:
+        c = self.config
+        where = folder / "config.json"
+        if c.vocab_size != target.vocab_size:
+            raise StartupError(f"{where}: vocab_size is {c.vocab_size}, the target's is {target.vocab_size}")
+        if c.hidden_size != target.hidden_size:
+            raise StartupError(f"{where}: hidden_size is {c.hidden_size}, the target's is {target.hidden_size}")
+        beyond = [i for i in c.target_layer_ids if i >= target.layers]
+        if beyond:
+            raise StartupError(
+                f"{where}: target_layer_ids: {beyond[0]} is not below the target's {target.layers} layers"
+            )
+
+
+class FeaturePool:
+    """Features by KV slot."""
+
+    def __init__(self, slots: int, hidden: int, dtype: torch.dtype, device: torch.device):
+        self._pool = torch.zeros(slots, hidden, dtype=dtype, device=device)
+
+    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
+        """slots [rows] int64, features [rows, hidden]."""
+        self._pool.index_copy_(0, slots, features)
+
+    def read(self, slots: torch.Tensor) -> bytes:
+        """The rows' bytes, little-endian, row-major."""
+        rows = self._pool.index_select(0, slots).cpu()
+        return rows.view(torch.uint8).numpy().tobytes()

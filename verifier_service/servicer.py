@@ -1,0 +1,234 @@
+"""VerifierService: protos to the engine and back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from tandem import __version__
+from tandem.errors import FieldViolation, InvalidRequest
+from tandem.rpc import abort_with, domain_errors
+from tandem.sampling import SamplingParams
+from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
+from verifier_service.engine import Emission, Engine
+from verifier_service.load import StepTiming
+from verifier_service.sequence import FinishReason, Sequence, SequenceRequest
+
+_MODES = {
+    "off": generation_pb2.SPECULATION_MODE_OFF,
+    "block": generation_pb2.SPECULATION_MODE_BLOCK,
+}
+_FINISH_REASONS = {
+    FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(frozen=True)
+class VerifierInfo:
+    """What does not change while the verifier runs."""
+
+    model: str
+    max_context: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    speculation_modes: list[str]
+    default_speculation_mode: str
+    dtype: str
+    draft_model_fingerprint: str
+    max_waiting_sequences: int
+
+
+class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
+    """One call to Generate is one sequence."""
+
+    def __init__(self, engine: Engine, info: VerifierInfo):
+        self._engine = engine
+        self._info = info
+
+    async def Generate(  # noqa: N802
+        self, request: verification_pb2.VerifierServiceGenerateRequest, context: Any
+    ) -> AsyncIterator[verification_pb2.VerifierServiceGenerateResponse]:
+        async with domain_errors(context):
+            sequence_request = self._to_domain(request)
+            emissions: asyncio.Queue[Emission] = asyncio.Queue()
+            self._engine.submit(sequence_request, _into(emissions))
+            ended = False
+            try:
+                while not ended:
+                    emission = await emissions.get()
+                    ended = bool(emission.error or emission.finish_reason)
+                    if emission.error:
+                        await self._fail(context, emission.error)
+                    if emission.finish_reason is FinishReason.ABORTED:
+                        await context.abort(grpc.StatusCode.CANCELLED, "aborted")
+                    yield _to_proto(emission)
+            finally:
+                if not ended:
+                    # The caller went away: its blocks are freed before the next step.
+                    self._engine.abort(sequence_request.request_id)
+
+    async def Abort(self, request: verification_pb2.AbortRequest, context: Any) -> verification_pb2.AbortResponse:  # noqa: N802
+        for request_id in request.request_ids:
+            self._engine.abort(request_id)
+        return verification_pb2.AbortResponse()
+
+    async def GetLoad(  # noqa: N802
+        self, request: verification_pb2.GetLoadRequest, context: Any
+    ) -> verification_pb2.GetLoadResponse:
+        load = self._engine.load()
+        return verification_pb2.GetLoadResponse(
+            running_sequences=load.running,
+            waiting_sequences=load.waiting,
+            kv_blocks_used=load.kv_used,
+            kv_blocks_cached=load.kv_cached,
+            kv_blocks_total=load.kv_total,
+            drafters=load.drafters,
+            median_drafted_step=_timing_to_proto(load.drafted_step),
+            median_plain_step=_timing_to_proto(load.plain_step),
+            emitted_tokens=load.totals.emitted,
+            drafts=load.totals.drafts,
+            drafted_tokens=load.totals.drafted,
+            accepted_tokens=load.totals.accepted,
+        )
+
+    async def GetInfo(  # noqa: N802
+        self, request: verification_pb2.GetInfoRequest, context: Any
+    ) -> verification_pb2.GetInfoResponse:
+        info = self._info
+        return verification_pb2.GetInfoResponse(
+            model=info.model,
+            max_context=info.max_context,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            speculation_modes=[_MODES[mode] for mode in info.speculation_modes],
+            default_speculation_mode=_MODES[info.default_speculation_mode],
+            dtype=info.dtype,
+            draft_model_fingerprint=info.draft_model_fingerprint,
+            version=__version__,
+            max_waiting_sequences=info.max_waiting_sequences,
+        )
+
+    async def _fail(self, context: Any, error: Exception) -> None:
+        try:
+            await abort_with(context, error)
+        except TypeError:
+            await context.abort(grpc.StatusCode.INTERNAL, f"verifier: the step failed: {error}")
+
+    def _to_domain(self, request: verification_pb2.VerifierServiceGenerateRequest) -> SequenceRequest:
+        info, found = self._info, []
+
+        def check(ok: bool, field: str, reason: str) -> None:
+            if not ok:
+                found.append(FieldViolation(field, reason))
+
+        tokens, vocab = list(request.token_ids), info.vocab_size
+        check(bool(request.request_id), "request_id", "must not be empty")
+        check(bool(tokens), "token_ids", "must not be empty")
+        bad = next((i for i, t in enumerate(tokens) if t >= vocab), None)
+        check(bad is None, f"token_ids[{bad}]", f"must be below {vocab}, is {tokens[bad] if bad is not None else ''}")
+        check(
+            1 <= request.prompt_length <= max(1, len(tokens)),
+            "prompt_length",
+            f"must be in [1, {len(tokens)}], is {request.prompt_length}",
+        )
+        room = info.max_context - request.prompt_length
+        check(
+            1 <= request.max_tokens <= room,
+            "max_tokens",
+            f"must be in [1, {room}]: the prompt has {request.prompt_length} tokens of {info.max_context}; "
+            f"is {request.max_tokens}",
+        )
+        generated = len(tokens) - request.prompt_length
+        check(
+            generated < max(1, request.max_tokens),
+            "token_ids",
+            f"{generated} tokens are generated already, max_tokens is {request.max_tokens}",
+        )
+        mode = self._mode(request.speculation_mode)
+        check(mode in info.speculation_modes, "speculation_mode", f"must be one of {', '.join(info.speculation_modes)}")
+        given = request.sampling
+        sampling = SamplingParams(
+            temperature=given.temperature if given.HasField("temperature") else 1.0,
+            top_p=given.top_p if given.HasField("top_p") else 1.0,
+            top_k=given.top_k,
+            min_p=given.min_p,
+            seed=given.seed,
+        )
+        check(given.HasField("seed") or sampling.greedy, "sampling.seed", "must be set while temperature is above 0")
+        found += sampling.violations()
+        if found:
+            raise InvalidRequest(*found)
+        return SequenceRequest(
+            request_id=request.request_id,
+            token_ids=tokens,
+            prompt_length=request.prompt_length,
+            sampling=sampling,
+            max_tokens=request.max_tokens,
+            stop_token_ids=frozenset(request.stop_token_ids),
+            speculate=mode != "off",
+            log_probs=request.return_log_probs,
+        )
+
+    def _mode(self, mode: int) -> str:
+        if mode == generation_pb2.SPECULATION_MODE_UNSPECIFIED:
+            return self._info.default_speculation_mode
+        return next((name for name, value in _MODES.items() if value == mode), f"unknown mode {mode}")
+
+
+def _into(queue: "asyncio.Queue[Emission]") -> Callable[[Emission], None]:
+    """A sink that hands emissions from the engine's thread to this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def sink(emission: Emission) -> None:
+        # A closed loop means the process is ending: nobody is left to hear.
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(queue.put_nowait, emission)
+
+    return sink
+
+
+def _to_proto(emission: Emission) -> verification_pb2.VerifierServiceGenerateResponse:
+    return verification_pb2.VerifierServiceGenerateResponse(
+        token_ids=emission.token_ids,
+        log_probs=emission.log_probs,
+        step_timing=_timing_to_proto(emission.timing),
+        final=_final(emission.sequence) if emission.finish_reason else None,
+    )
+
+
+def _final(sequence: Sequence) -> verification_pb2.SequenceFinal:
+    reason, counts = sequence.finish_reason, sequence.counts
+    assert reason
+    return verification_pb2.SequenceFinal(
+        finish_reason=_FINISH_REASONS[reason],
+        stop_token_id=sequence.tokens[-1] if reason is FinishReason.STOP else None,
+        usage=generation_pb2.Usage(
+            prompt_tokens=sequence.request.prompt_length,
+            completion_tokens=sequence.emitted,
+            cached_prompt_tokens=sequence.cached_prompt_tokens,
+        ),
+        speculation=generation_pb2.SpeculationStats(
+            steps=counts.steps,
+            drafts=counts.drafts,
+            drafted_tokens=counts.drafted,
+            accepted_tokens=counts.accepted,
+            accepted_per_position=counts.accepted_per_position,
+        ),
+    )
+
+
+def _timing_to_proto(timing: StepTiming | None) -> generation_pb2.StepTiming | None:
+    if timing is None:
+        return None
+    return generation_pb2.StepTiming(
+        draft_us=timing.draft_us,
+        transfer_us=timing.transfer_us,
+        verify_us=timing.verify_us,
+        host_us=timing.host_us,
+        rows=timing.rows,
+        drafted=timing.drafted,
+        accepted=timing.accepted,
+    )
