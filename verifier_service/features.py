@@ -7,11 +7,11 @@ so that a prefix hit brings its features along. Shipping them instead of raw tap
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
+from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
 from verifier_service.models.llama import LlamaConfig
 
@@ -24,12 +24,12 @@ class FeatureProjection:
         self._check(draft_folder, target)
         folder = CheckpointFolder(draft_folder)
         hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
-        self._fc = folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device)
+        self._fc = Linear(folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device))
         self._norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
 
     def __call__(self, taps: torch.Tensor) -> torch.Tensor:
         """[rows, taps * target hidden] to [rows, hidden]."""
-        return rms_norm(F.linear(taps, self._fc), self._norm, self.config.rms_norm_eps)
+        return rms_norm(self._fc(taps), self._norm, self.config.rms_norm_eps)
 
     def _check(self, folder: Path, target: LlamaConfig) -> None:
         c = self.config

@@ -143,7 +143,7 @@ def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:
     request = segment.sequence.request
     tokens = len(segment.token_ids)
     next_position = segment.start + tokens
-    greedy = logits.argmax(dim=-1).tolist() if request.sampling.greedy else None
+    greedy = logits.max(dim=-1).indices.tolist() if request.sampling.greedy else None
 
     def choose(index: int, depth: int) -> int:
         return greedy[index] if greedy else sample(logits[index], request.sampling, next_position + depth)

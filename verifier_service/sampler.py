@@ -17,7 +17,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     probability cannot trade places under rounding.
     """
     if params.greedy:
-        return int(logits.argmax())
+        return int(logits.max(dim=-1).indices)
     probs = torch.softmax(logits.float() / params.temperature, dim=-1)
     kept = _filter(probs, params)
     weights = (probs if kept is None else probs[kept]).double().cumsum(0)

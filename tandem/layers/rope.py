@@ -104,13 +104,16 @@ class RopeConfig:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype) -> torch.Tensor:
-    """[positions, 2, head_dim]: cos and sin of every position, computed in fp32, stored in `dtype`."""
+    """[positions, 2, head_dim]: cos and sin of every position, computed in fp32, stored in `dtype`.
+
+    The first half of the sines is negated, which saves apply_rope the negation of half the vector.
+    """
     angles = torch.outer(torch.arange(positions).float(), rope.inverse_frequencies(head_dim))
-    angles = torch.cat((angles, angles), dim=-1)
-    return (torch.stack((angles.cos(), angles.sin()), dim=1) * rope.amplitude).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return (table * rope.amplitude).to(dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., head_dim]; cos and sin broadcast against it."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotate x [..., head_dim]; cos and sin are rope_table's and broadcast against x."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)

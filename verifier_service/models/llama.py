@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
+from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
 from tandem.layers.rope import RopeConfig, apply_rope, rope_table
 from verifier_service.attention import AttentionGroup, attend
@@ -76,13 +77,13 @@ class LlamaConfig:
 @dataclass(frozen=True)
 class _Layer:
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Linear
     """[(heads + 2 kv heads) * head_dim, hidden]: q, k, v rows in this order."""
-    out: torch.Tensor
+    out: Linear
     post_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Linear
     """[2 * intermediate, hidden]: gate rows, then up rows."""
-    down: torch.Tensor
+    down: Linear
 
 
 class LlamaModel:
@@ -106,15 +107,15 @@ class LlamaModel:
             self._layers.append(
                 _Layer(
                     input_norm=load(prefix + "input_layernorm.weight", hidden),
-                    qkv=torch.cat(qkv),
-                    out=load(attn + "o_proj.weight", hidden, q),
+                    qkv=Linear(torch.cat(qkv)),
+                    out=Linear(load(attn + "o_proj.weight", hidden, q)),
                     post_norm=load(prefix + "post_attention_layernorm.weight", hidden),
-                    gate_up=torch.cat(gate_up),
-                    down=load(mlp + "down_proj.weight", hidden, c.intermediate_size),
+                    gate_up=Linear(torch.cat(gate_up)),
+                    down=Linear(load(mlp + "down_proj.weight", hidden, c.intermediate_size)),
                 )
             )
         self._norm = load("model.norm.weight", hidden)
-        self._head = self._embed if c.tied_head else load("lm_head.weight", c.vocab_size, hidden)
+        self._head = Linear(self._embed if c.tied_head else load("lm_head.weight", c.vocab_size, hidden))
         if c.tied_head and "lm_head.weight" in folder:
             load("lm_head.weight", c.vocab_size, hidden)
         folder.check_all_read(ignore_suffixes=(".rotary_emb.inv_freq",))
@@ -138,18 +139,18 @@ class LlamaModel:
         cos, sin = self._rope.index_select(0, batch.positions)[:, :, None].unbind(1)
         taps: dict[int, torch.Tensor] = {}
         for i, layer in enumerate(self._layers):
-            qkv = F.linear(rms_norm(x, layer.input_norm, c.eps), layer.qkv).view(rows, -1, c.head_dim)
+            qkv = layer.qkv(rms_norm(x, layer.input_norm, c.eps)).view(rows, -1, c.head_dim)
             rotated = apply_rope(qkv[:, : c.heads + c.kv_heads], cos, sin)
             q, k = rotated[:, : c.heads], rotated[:, c.heads :]
             v = qkv[:, c.heads + c.kv_heads :]
             kv[i].flatten(0, 1).index_copy_(0, batch.slots, torch.stack((k, v), dim=1))
-            x = x + F.linear(attend(q, kv[i], batch.groups), layer.out)
-            gate, up = F.linear(rms_norm(x, layer.post_norm, c.eps), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = layer.out.added_to(x, attend(q, kv[i], batch.groups))
+            gate, up = layer.gate_up(rms_norm(x, layer.post_norm, c.eps)).chunk(2, dim=-1)
+            x = layer.down.added_to(x, F.silu(gate) * up)
             if i in tap_layers:
                 taps[i] = x
         return x, [taps[i] for i in tap_layers]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[rows, vocab] in the model's dtype, from rows of forward's residual stream."""
-        return F.linear(rms_norm(hidden, self._norm, self.config.eps), self._head)
+        return self._head(rms_norm(hidden, self._norm, self.config.eps))
