@@ -138,6 +138,8 @@ class Engine:
         """Take all commands, then one step, or sleep until there is something to do."""
         while self._commands:
             self._commands.popleft()()
+        if not self._running:
+            return
         plan = self._scheduler.plan(time.perf_counter())
         for sequence in plan.preempted:
             logger.info("sequence %d preempted at %d tokens: no free KV block", sequence.id, len(sequence.tokens))

@@ -32,7 +32,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; Overloaded if the queue is full."""
-        if len(self.waiting) >= self._max_waiting and len(self.running) >= self._max_running:
+        if len(self.waiting) + len(self.running) >= self._max_waiting + self._max_running:
             raise Overloaded(f"verifier: {len(self.waiting)} sequences are waiting, the most it queues", 1.0)
         self.waiting.append(sequence)
 
