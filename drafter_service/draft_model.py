@@ -1,10 +1,12 @@
-"""The DFlash draft network: context keys and values from features, and a block of proposals in one forward.
+"""The DFlash (v1) draft network: context keys and values from features, and a block of proposals in one forward.
 
 Source: DFlash (arXiv 2602.06036) and its reference code (PyPI `dflash` 0.1.0). A block holds the anchor and
 block_size - 1 mask tokens at the positions from the anchor's on; slot i's output proposes the token at slot i's own
 position. Committed positions enter as keys and values of their features only: they have no queries and no MLP.
 """
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from drafter_service.draft_weights import DraftWeights, LayerWeights, load_weigh
 from tandem.checkpoints.draft_config import DraftConfig, DraftLayer
 from tandem.layers.norm import rms_norm
 from tandem.layers.rope import apply_rope, rope_table
+
+logger = logging.getLogger(__name__)
 
 _MIN_ROWS = 4
 """Products over fewer rows may take another kernel with other rounding; with these, a row's result does not depend on
@@ -40,14 +44,17 @@ class BlockRequest:
     kv: ContextKV
     base: int
     anchor: int
+    nodes: int
+    """Proposals wanted, 1 to block_size - 1. The block has all its slots whatever this is, as in training; only the
+    vocabulary projection is spared."""
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """block_size - 1 proposals for each request, in order."""
+    """What one block proposes, slot by slot."""
 
-    tokens: list[list[int]]
-    log_probs: list[list[float]]
+    tokens: list[int]
+    log_probs: list[float]
     """Each token's log-probability in its own slot: slots do not see each other's proposals."""
 
 
@@ -58,8 +65,7 @@ class DraftModel:
         self.config = config
         self._weights = weights
         self._dtype, self._device = weights.embedding.dtype, weights.embedding.device
-        positions = config.max_position_embeddings
-        self._rope = rope_table(config.rope, config.head_dim, positions, self._dtype).to(self._device)
+        self._rope = self._rope_rows(config.max_position_embeddings)
         """[positions, 2, head_dim]"""
 
     @classmethod
@@ -67,11 +73,6 @@ class DraftModel:
         """StartupError names the file and the key or tensor that is wrong."""
         config = DraftConfig.load(draft_folder)
         return cls(config, load_weights(config, draft_folder, target_folder, dtype, device))
-
-    @property
-    def max_base(self) -> int:
-        """Largest base position with a position left for every slot of the block."""
-        return self.config.max_position_embeddings - self.config.block_size
 
     def new_context(self) -> ContextKV:
         """Room for one sequence's keys and values."""
@@ -82,43 +83,41 @@ class DraftModel:
 
     @torch.inference_mode()
     def write_context(self, contexts: Sequence[ContextRows]) -> None:
-        """Compute and store the keys and values of features. Positions past max_position_embeddings are left out:
-        no block can be drafted behind them."""
-        limit = self.config.max_position_embeddings
-        pieces = [(c.kv, c.start, c.features[: max(0, limit - c.start)]) for c in contexts]
-        pieces = [piece for piece in pieces if len(piece[2])]
-        if not pieces:
-            return
-        features = torch.cat([rows for _, _, rows in pieces]).to(self._device, self._dtype)
-        rope = torch.cat([self._rope[start : start + len(rows)] for _, start, rows in pieces])
-        count = len(features)
-        if count < _MIN_ROWS:
-            features = F.pad(features, (0, 0, 0, _MIN_ROWS - count))
-        config = self.config
-        layers, kv_heads, head_dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
-        kv = self._weights.context_kv(features)[:count].view(count, layers, 2, kv_heads, head_dim)
-        keys = F.rms_norm(kv[:, :, 0], (head_dim,), None, config.rms_norm_eps) * self._weights.context_key_norm
-        kv[:, :, 0] = apply_rope(keys, rope[:, None, None, 0], rope[:, None, None, 1])
+        """Compute and store the keys and values of features, contexts in order; each has at least one row."""
+        self._cover(max(c.start + len(c.features) for c in contexts))
+        features = torch.cat([c.features for c in contexts]).to(self._device, self._dtype)
+        rope = torch.cat([self._rope[c.start : c.start + len(c.features)] for c in contexts])[:, :, None, None]
+        config, count = self.config, len(features)
+        kv = self._weights.context_kv(_at_least_min_rows(features))[:count]
+        kv = kv.view(count, config.num_hidden_layers, 2, config.num_key_value_heads, config.head_dim)
+        keys = F.rms_norm(kv[:, :, 0], (config.head_dim,), None, config.rms_norm_eps) * self._weights.context_key_norm
+        kv[:, :, 0] = apply_rope(keys, rope[:, 0], rope[:, 1])
         kv = kv.permute(1, 2, 3, 0, 4)
         first = 0
-        for context, start, rows in pieces:
-            end = start + len(rows)
-            context.reserve(end)[:, :, :, start:end] = kv[:, :, :, first : first + len(rows)]
-            first += len(rows)
+        for context in contexts:
+            rows, end = len(context.features), context.start + len(context.features)
+            context.kv.reserve(end)[:, :, :, context.start : end] = kv[:, :, :, first : first + rows]
+            first += rows
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[BlockRequest]) -> Proposals:
-        """One forward over the blocks of all requests. Bases must not exceed max_base."""
+    def draft(self, requests: Sequence[BlockRequest]) -> list[Proposals]:
+        """One forward over the blocks of all requests, which are of different sequences; greedy in every slot."""
         logits = self.block_logits(requests)
-        best, tokens = logits.max(dim=-1)
-        log_probs = best - logits.logsumexp(dim=-1)
-        return Proposals(tokens.tolist(), log_probs.tolist())
+        tokens = _argmax(logits)
+        best = logits.gather(-1, tokens[:, None])[:, 0]
+        flat_tokens, flat_log_probs = tokens.tolist(), (best - logits.logsumexp(dim=-1)).tolist()
+        proposals, first = [], 0
+        for request in requests:
+            end = first + request.nodes
+            proposals.append(Proposals(flat_tokens[first:end], flat_log_probs[first:end]))
+            first = end
+        return proposals
 
     @torch.inference_mode()
     def block_logits(self, requests: Sequence[BlockRequest]) -> torch.Tensor:
-        """[requests, block_size - 1, vocab_size] fp32, of the slots behind the anchor."""
-        config, weights = self.config, self._weights
-        block, hidden_size = config.block_size, config.hidden_size
+        """[sum of nodes, vocab_size] fp32: of the first `nodes` slots behind each request's anchor."""
+        config, weights, block = self.config, self._weights, self.config.block_size
+        self._cover(max(request.base for request in requests) + block)
         ids = torch.full((len(requests), block), config.mask_token_id)
         ids[:, 0] = torch.tensor([request.anchor for request in requests])
         first_positions = torch.tensor([[request.base] for request in requests])
@@ -131,16 +130,18 @@ class DraftModel:
         if config.input_embedding_scale != 1.0:
             x = x * config.input_embedding_scale
         for index, layer in enumerate(weights.layers):
-            x = x + self._attend(index, layer, rms_norm(x, layer.input_norm, config.rms_norm_eps), cos, sin, attention)
+            normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+            x = layer.output.added_to(x, self._attend(index, layer, normed, cos, sin, attention))
             gate, up = layer.gate_up(rms_norm(x, layer.post_attention_norm, config.rms_norm_eps)).chunk(2, dim=-1)
-            x = x + layer.down(F.silu(gate) * up)
-        x = x.view(len(requests), block, hidden_size)[:, 1:].reshape(-1, hidden_size)
-        logits = weights.head(rms_norm(x, weights.norm, config.rms_norm_eps)).float()
+            x = layer.down.added_to(x, F.silu(gate) * up)
+        wanted = torch.tensor([i * block + slot for i, r in enumerate(requests) for slot in range(1, r.nodes + 1)])
+        x = rms_norm(x[wanted.to(self._device)], weights.norm, config.rms_norm_eps)
+        logits = weights.head(_at_least_min_rows(x))[: len(wanted)].float()
         if config.output_multiplier != 1.0:
             logits *= config.output_multiplier
         if config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-        return logits.view(len(requests), block - 1, config.vocab_size)
+        return logits
 
     def _attend(
         self,
@@ -151,7 +152,7 @@ class DraftModel:
         sin: torch.Tensor,
         attention: "list[_SequenceAttention]",
     ) -> torch.Tensor:
-        """x [rows, hidden_size], the normed blocks, flat -> the attention sublayer's output, same shape."""
+        """x [rows, hidden_size], the normed blocks, flat -> [rows, heads x head_dim]."""
         config = self.config
         heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         sequences, block, groups = len(attention), config.block_size, heads // kv_heads
@@ -165,7 +166,30 @@ class DraftModel:
         kv = qkv[:, heads:].view(sequences, block, 2, kv_heads, head_dim).permute(0, 2, 3, 1, 4)
         outputs = [a.attend(index, queries[i : i + 1], kv[i]) for i, a in enumerate(attention)]
         output = torch.cat(outputs).view(sequences, kv_heads, groups, block, head_dim)
-        return layer.output(output.permute(0, 3, 1, 2, 4).reshape(sequences * block, heads * head_dim))
+        return output.permute(0, 3, 1, 2, 4).reshape(sequences * block, heads * head_dim)
+
+    def _cover(self, positions: int) -> None:
+        if positions <= len(self._rope):
+            return
+        if len(self._rope) == self.config.max_position_embeddings:
+            logger.warning("a sequence passes the draft model's %d positions: drafts may be poor", len(self._rope))
+        self._rope = self._rope_rows(max(positions, 2 * len(self._rope)))
+
+    def _rope_rows(self, positions: int) -> torch.Tensor:
+        return rope_table(self.config.rope, self.config.head_dim, positions, self._dtype).to(self._device)
+
+
+def _at_least_min_rows(x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, (0, 0, 0, _MIN_ROWS - len(x))) if len(x) < _MIN_ROWS else x
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] -> [rows], the first of equals. Torch's max with indices is slow on CPU over long rows (190 us
+    for 7 x 49152); maxima of short pieces without indices first are not (40 us)."""
+    pieces = x.view(len(x), -1, math.gcd(x.shape[1], 128))
+    piece = pieces.amax(dim=-1).argmax(dim=-1)
+    inside = pieces[torch.arange(len(x), device=x.device), piece].argmax(dim=-1)
+    return piece * pieces.shape[-1] + inside
 
 
 class _SequenceAttention:

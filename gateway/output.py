@@ -24,6 +24,9 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.text or self.token_ids)
 
+    def __add__(self, other: "Piece") -> "Piece":
+        return Piece(self.text + other.text, self.token_ids + other.token_ids, self.log_probs + other.log_probs)
+
 
 @dataclass(frozen=True)
 class Ending:

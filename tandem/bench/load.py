@@ -14,11 +14,13 @@ from typing import Literal
 
 from tandem.bench.stats import Pass, Request
 from tandem.client import AsyncClient, Message
-from tandem.prompts import Prompt, mixed_prompts
+from tandem.prompts import Prompt
 
 Mode = Literal["off", "block"]
 
 WARM_UP_TOKENS = 16
+"""Ids per request of the warm-up, which sends all prompts in every mode: else the mode that comes second would
+profit from prompts that the first one left in the prefix cache."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,16 @@ def steps_of(plan: Plan) -> list[Step]:
     return steps
 
 
-async def run_plan(client: AsyncClient, plan: Plan, on_step: Callable[[Step], None]) -> list[Pass]:
+async def run_plan(
+    client: AsyncClient, plan: Plan, prompts: Sequence[Prompt], on_step: Callable[[Step], None]
+) -> list[Pass]:
     """Runs all steps and returns the measured passes, per mode in the order of the repeats."""
     passes = []
     for step in steps_of(plan):
         on_step(step)
-        prompts = mixed_prompts(step.concurrency if step.repeat == 0 else max(plan.prompts, step.concurrency))
+        sent = prompts[: max(plan.prompts, step.concurrency)]
         max_tokens = min(WARM_UP_TOKENS, plan.max_tokens) if step.repeat == 0 else plan.max_tokens
-        requests = await run_pass(client, prompts, step.mode, step.concurrency, max_tokens, plan.temperature)
+        requests = await run_pass(client, sent, step.mode, step.concurrency, max_tokens, plan.temperature)
         if step.repeat:
             passes.append(Pass(step.mode, step.concurrency, tuple(requests)))
     return passes

@@ -32,7 +32,7 @@ def table(results: Sequence[Result]) -> Table:
     headings = ("clients", "mode", "tokens/s", "x off", "TTFT p50/p99 ms", "inter-token p50/p99 ms")
     for heading in (*headings, "accepted len", "rate", "by position %", "steps"):
         grid.add_column(heading, justify="left" if heading == "mode" else "right")
-    for r in results:
+    for index, r in enumerate(results):
         grid.add_row(
             str(r.concurrency),
             r.mode,
@@ -44,13 +44,13 @@ def table(results: Sequence[Result]) -> Table:
             _number(r.acceptance_rate, 3),
             " ".join(f"{share:.0%}".rstrip("%") for share in r.acceptance_per_position) or "-",
             str(r.steps),
-            end_section=r is results[-1] or r.concurrency != results[results.index(r) + 1].concurrency,
+            end_section=index + 1 < len(results) and r.concurrency != results[index + 1].concurrency,
         )
     return grid
 
 
 def lines(results: Sequence[Result], costs: Sequence[RoundCost]) -> list[str]:
-    """What the table does not say: the cost of a round, and outputs that differed between modes."""
+    """What the table does not say: the cost of a round, and whether outputs differed between modes."""
     said = []
     for cost in costs:
         plain = (
@@ -62,11 +62,14 @@ def lines(results: Sequence[Result], costs: Sequence[RoundCost]) -> list[str]:
             f"{cost.mode}, 1 client: {plain}: draft {cost.draft_ms:.1f} + transfer {cost.transfer_ms:.1f} + "
             f"verify {cost.verify_ms:.1f} + host {cost.host_ms:.1f} ms (medians of {cost.rounds} rounds)"
         )
+    compared = [r for r in results if r.mode != "off" and r.same_tokens_as_off is not None]
     said += [
         f"{r.mode}, {r.concurrency} clients: some requests got other tokens than with speculation off"
-        for r in results
-        if r.same_tokens_as_off is False
+        for r in compared
+        if not r.same_tokens_as_off
     ]
+    if compared and all(r.same_tokens_as_off for r in compared):
+        said.append("every request got the same tokens in every mode")
     return said
 
 

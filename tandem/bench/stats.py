@@ -5,7 +5,8 @@ Definitions:
 - TTFT: from a request's start to its first message with ids.
 - inter-token latency: the gap between successive messages with ids, divided by the ids of the later message and counted
   once for each of them, so that one-token steps and blocks compare (for one id per message it is vLLM's ITL).
-- acceptance length: (drafts + accepted) / drafts, ids per step that verified a draft; acceptance rate: accepted / drafted.
+- acceptance length: (drafts + accepted) / drafts, ids per step that verified a draft.
+- acceptance rate: accepted / drafted.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class RoundCost:
 
 
 def summarise(passes: Sequence[Pass], off: Sequence[Pass]) -> Result:
-    """The result of one mode at one concurrency. `off`: the passes of mode off beside them, repeat by repeat, or none."""
+    """The result of one mode at one concurrency. `off`: the passes of mode off, repeat by repeat, or none."""
     requests = [request for p in passes for request in p.requests]
     drafts, accepted = sum(r.drafts for r in requests), sum(r.accepted_tokens for r in requests)
     drafted = sum(r.drafted_tokens for r in requests)

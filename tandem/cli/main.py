@@ -3,6 +3,11 @@
 import typer
 
 from tandem.cli import models
+from tandem.cli.bench import bench
+from tandem.cli.chat import chat
+from tandem.cli.demo import demo
+from tandem.cli.generate import generate
+from tandem.cli.status import status
 from tandem.cli.up import up
 
 app = typer.Typer(
@@ -11,5 +16,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding served by a gateway, a verifier and a drafter.",
 )
-app.command()(up)
+for command in (generate, chat, status, up, demo, bench):
+    app.command()(command)
 app.add_typer(models.app, name="models")
+
+
+if __name__ == "__main__":
+    app()

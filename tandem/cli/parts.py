@@ -77,7 +77,7 @@ def check_ports_free(config: StackConfig) -> None:
     """StartupError naming the key of every address that is taken, by another process or twice in the config."""
     sections = {"gateway": config.gateway, "verifier": config.verifier}
     if config.draft_model is not None:
-        sections["drafter"] = config.drafter  # type: ignore[assignment]
+        sections["drafter"] = config.drafter
     addresses = {
         f"{name}.{key}": address
         for name, section in sections.items()

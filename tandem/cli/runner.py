@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on the main thread. SIGINT and SIGTERM cancel `main`, a second one its clean-up; raises Interrupted."""
+    """asyncio.run. SIGINT and SIGTERM cancel `main`, a second one its clean-up; then raises Interrupted."""
     received: list[int] = []
 
     async def watched() -> T:

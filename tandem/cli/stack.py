@@ -76,7 +76,7 @@ class Stack:
         raise StackFailed(self.failure)
 
     async def stop(self) -> None:
-        """Ends all parts in STOP_ORDER, by SIGTERM and after their grace by SIGKILL; if cancelled, by SIGKILL at once."""
+        """Ends all parts in STOP_ORDER, by SIGTERM, after their grace by SIGKILL; if cancelled, by SIGKILL at once."""
         for keeper in self._keepers:
             keeper.cancel()
         try:

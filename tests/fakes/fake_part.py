@@ -1,7 +1,7 @@
 """A service process for tests of the supervisor: serves gRPC health, and misbehaves as told.
 
-    python fake_part.py --port N [--service NAME] [--serving-after S] [--die-after S --code N]
-                        [--ignore-sigterm] [--grandchild]
+python fake_part.py --port N [--service NAME] [--serving-after S] [--die-after S --code N]
+                    [--ignore-sigterm] [--grandchild]
 """
 
 import argparse

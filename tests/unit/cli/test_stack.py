@@ -116,9 +116,9 @@ async def test_stopping_during_a_restart_leaves_nothing(monkeypatch: pytest.Monk
 async def test_the_end_of_an_essential_part_ends_the_stack_and_is_named(number: signal.Signals) -> None:
     lines = Lines()
     parts = [fake_part("verifier"), fake_part("gateway")]
-    with pytest.raises(StackFailed, match=r"^verifier ended (by SIGKILL|with code 0)$"):
-        async with Stack(parts, lines) as stack, asyncio.timeout(20):
-            os.kill(int(lines.values("verifier", "pid")[0]), number)
+    async with Stack(parts, lines) as stack, asyncio.timeout(20):
+        os.kill(int(lines.values("verifier", "pid")[0]), number)
+        with pytest.raises(StackFailed, match=r"^verifier ended (by SIGKILL|with code 0)$"):
             await stack.wait()
     assert_gone(*lines.values("verifier", "pid"), *lines.values("gateway", "pid"))
 
@@ -127,9 +127,11 @@ async def test_a_part_that_ends_before_ready_fails_the_start_even_the_drafter() 
     lines = Lines()
     parts = [
         fake_part("verifier"),
-        fake_part("drafter", "--serving-after", "0.2", "--service", "x", "--die-after", "0", "--code", "2", essential=False),
+        fake_part(
+            "drafter", "--serving-after", "0.2", "--service", "x", "--die-after", "0", "--code", "2", essential=False
+        ),
     ]
-    with pytest.raises(StackFailed, match="^drafter ended with code 2 before the stack was ready$"):
+    with pytest.raises(StackFailed, match=r"^drafter ended with code 2 before the stack was ready$"):
         async with Stack(parts, lines):
             pytest.fail("entered")
     assert lines.of["drafter"][-1] == "dying"

@@ -1,0 +1,49 @@
+"""From the configuration to a draft model that is ready to draft."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from tandem.config import DrafterConfig
+from tandem.torch_setup import pick_device, set_threads
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_CONTEXT = 64
+_WARM_UP_BATCHES = (1, 2, 4, 8)
+
+
+def load_draft_model(draft_folder: Path, target_folder: Path, section: DrafterConfig) -> DraftModel:
+    """Load and warm up. StartupError names the key, file or tensor that is wrong."""
+    set_threads(section.threads)
+    device, dtype = pick_device(section.device, "drafter.device"), getattr(torch, section.dtype)
+    started = time.perf_counter()
+    model = DraftModel.load(draft_folder, target_folder, dtype, device)
+    loaded = time.perf_counter()
+    _warm_up(model)
+    logger.info(
+        "loaded %s for %s on %s in %.1fs, warmed up in %.1fs",
+        draft_folder.name,
+        target_folder.name,
+        device,
+        loaded - started,
+        time.perf_counter() - loaded,
+    )
+    return model
+
+
+def _warm_up(model: DraftModel) -> None:
+    """The first call of each shape is several times slower, as kernels are built for it: take the common ones now."""
+    config = model.config
+    blocks = []
+    for _ in range(max(_WARM_UP_BATCHES)):
+        kv = model.new_context()
+        model.write_context([ContextRows(kv, 0, torch.zeros(_WARM_UP_CONTEXT, config.hidden_size))])
+        blocks.append(BlockRequest(kv, _WARM_UP_CONTEXT, anchor=0, nodes=config.block_size - 1))
+    for rows in range(1, config.block_size + 1):
+        model.write_context([ContextRows(blocks[0].kv, 0, torch.zeros(rows, config.hidden_size))])
+    for batch in _WARM_UP_BATCHES:
+        model.draft(blocks[:batch])

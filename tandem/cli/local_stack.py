@@ -1,0 +1,47 @@
+"""A stack for the time of one command: quiet, unless it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from tandem.cli.console import errors
+from tandem.cli.parts import check_ports_free, parts_of
+from tandem.cli.stack import Stack, StackFailed
+from tandem.client import GenerationError
+from tandem.config import load_config
+
+SHOWN_LINES = 20
+
+
+@contextlib.asynccontextmanager
+async def local_stack(config_path: Path) -> AsyncIterator[str]:
+    """Runs the stack of a config file inside the block; gives the gateway's address.
+
+    StartupError for a wrong config or a port in use, StackFailed if a part ends; then the last lines of its log go to
+    standard error.
+    """
+    config = load_config(config_path)
+    check_ports_free(config)
+    parts = parts_of(config, config_path)
+    logs: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SHOWN_LINES))
+    stack = Stack(parts, lambda part, line: logs[part].append(line))
+    try:
+        with errors.status(f"starting {', '.join(part.name for part in parts)}") as status:
+            async with stack:
+                status.stop()
+                try:
+                    yield next(part.address for part in parts if part.name == "gateway")
+                except GenerationError:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(1):
+                            await stack.wait()  # a part that died is the better explanation
+                    raise
+    except StackFailed as error:
+        name = str(error).split()[0].rstrip(":,")
+        for line in logs[name]:
+            errors.print(f"{name} | {line}", markup=False)
+        raise

@@ -1,0 +1,99 @@
+"""`tandem status`: what runs, and how it does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import typer
+from rich.table import Table
+
+from tandem.cli.console import console, fail
+from tandem.cli.options import DEFAULT_CONFIG, ConfigOption
+
+if TYPE_CHECKING:
+    from tandem.cli.parts import Part
+    from tandem.v1.generation_pb2 import StepTiming
+    from tandem.v1.verification_pb2 import GetInfoResponse, GetLoadResponse
+
+TIMEOUT_SECONDS = 3.0
+
+
+def status(config: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Show the parts of a stack, their health and live figures. Exits 1 if a part is not serving."""
+    from tandem.cli.parts import parts_of
+    from tandem.config import load_config
+    from tandem.errors import StartupError
+
+    try:
+        parts = parts_of(load_config(config), config)
+    except StartupError as error:
+        fail(str(error), code=2)
+    healths, verifier = asyncio.run(_ask(parts))
+    table = Table("part", "address", "health")
+    for part, health in zip(parts, healths, strict=True):
+        table.add_row(part.name, part.address, f"[green]{health}[/]" if health == "SERVING" else f"[red]{health}[/]")
+    console.print(table)
+    if verifier is not None:
+        console.print(_figures(*verifier))
+    if any(health != "SERVING" for health in healths):
+        raise typer.Exit(1)
+
+
+async def _ask(parts: list[Part]) -> tuple[list[str], tuple[GetInfoResponse, GetLoadResponse] | None]:
+    verifier = next(part for part in parts if part.name == "verifier")
+    healths, figures = await asyncio.gather(
+        asyncio.gather(*(_health(part) for part in parts)), _verifier_figures(verifier.address)
+    )
+    return healths, figures
+
+
+async def _health(part: Part) -> str:
+    """SERVING if all its health services are, else the first other answer."""
+    from tandem.rpc import check_health
+
+    answers = await asyncio.gather(*(check_health(part.address, s, TIMEOUT_SECONDS) for s in part.health_services))
+    return next((answer for answer in answers if answer != "SERVING"), "SERVING")
+
+
+async def _verifier_figures(address: str) -> tuple[GetInfoResponse, GetLoadResponse] | None:
+    import grpc
+
+    from tandem.rpc import channel_options
+    from tandem.v1 import verification_pb2, verification_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        stub = verification_pb2_grpc.VerifierServiceStub(channel)
+        try:
+            return await asyncio.gather(
+                stub.GetInfo(verification_pb2.GetInfoRequest(), timeout=TIMEOUT_SECONDS),
+                stub.GetLoad(verification_pb2.GetLoadRequest(), timeout=TIMEOUT_SECONDS),
+            )
+        except grpc.aio.AioRpcError:
+            return None
+
+
+def _figures(info: GetInfoResponse, load: GetLoadResponse) -> Table:
+    table = Table(show_header=False, title=f"verifier: {info.model}, {info.dtype}", title_justify="left")
+    free = load.kv_blocks_total - load.kv_blocks_used - load.kv_blocks_cached
+    table.add_row("sequences", f"{load.running_sequences} running, {load.waiting_sequences} waiting")
+    table.add_row("KV blocks", f"{load.kv_blocks_used} used, {load.kv_blocks_cached} cached, {free} free")
+    table.add_row("drafters", str(load.drafters))
+    table.add_row("emitted tokens", str(load.emitted_tokens))
+    if load.drafts:
+        length = (load.drafts + load.accepted_tokens) / load.drafts
+        table.add_row("acceptance length", f"{length:.2f} over {load.drafts} drafted steps")
+    if load.drafted_tokens:
+        rate = load.accepted_tokens / load.drafted_tokens
+        table.add_row("acceptance rate", f"{rate:.1%} ({load.accepted_tokens} of {load.drafted_tokens})")
+    if load.HasField("median_drafted_step"):
+        table.add_row("drafted step, median", _timing(load.median_drafted_step))
+    if load.HasField("median_plain_step"):
+        table.add_row("plain step, median", _timing(load.median_plain_step))
+    return table
+
+
+def _timing(step: StepTiming) -> str:
+    parts = {"draft": step.draft_us, "transfer": step.transfer_us, "verify": step.verify_us, "host": step.host_us}
+    spent = " + ".join(f"{name} {us / 1e3:.1f}" for name, us in parts.items() if us)
+    return f"{sum(parts.values()) / 1e3:.1f} ms = {spent or 0}; {step.rows} rows"

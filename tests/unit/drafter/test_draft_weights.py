@@ -1,0 +1,68 @@
+"""Draft model folders that do not hold what their config.json means are refused before anything is drafted."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafter_service.draft_model import DraftModel
+from tandem.errors import StartupError
+from tests.fakes.draft_folders import HIDDEN, draft_config, draft_tensors, write_draft, write_target
+
+Tensors = dict[str, torch.Tensor]
+
+
+def refusal(folder: Path, change: Callable[[Tensors], object] = lambda t: None, **target_changes: object) -> str:
+    config = draft_config()
+    tensors = draft_tensors(config)
+    change(tensors)
+    draft = write_draft(folder / "draft", config, tensors)
+    target = write_target(folder / "target", **target_changes)  # type: ignore[arg-type]
+    with pytest.raises(StartupError) as caught:
+        DraftModel.load(draft, target, torch.float32, torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_missing_tensor(tmp_path: Path) -> None:
+    message = refusal(tmp_path, lambda t: t.pop("layers.1.self_attn.k_norm.weight"))
+    assert "layers.1.self_attn.k_norm.weight is missing" in message
+
+
+def test_wrong_shape(tmp_path: Path) -> None:
+    message = refusal(tmp_path, lambda t: t.update({"layers.2.mlp.up_proj.weight": torch.zeros(95, HIDDEN)}))
+    assert "layers.2.mlp.up_proj.weight has shape [95, 64], config.json means [96, 64]" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["embed_tokens.weight", "lm_head.weight", "d2t", "layers.0.self_attn.q_proj.bias", "layers.3.norm.weight"]
+)
+def test_extra_tensor(name: str, tmp_path: Path) -> None:
+    """A tensor that would go unused means another network than the one that would be run."""
+    assert f"unexpected tensor {name}" in refusal(tmp_path, lambda t: t.update({name: torch.zeros(1)}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "ours"),
+    [("vocab_size", 513, 512), ("hidden_size", 128, 64), ("num_hidden_layers", 11, 10)],
+)
+def test_target_of_another_shape(key: str, value: int, ours: int, tmp_path: Path) -> None:
+    """A draft model of another target is refused with both values named."""
+    message = refusal(tmp_path, **{key: value})
+    assert str(ours) in message
+    assert f"{key} {value}" in message
+    assert "another target" in message
+
+
+def test_embedding_that_is_not_the_vocabulary(tmp_path: Path) -> None:
+    """config.json and tensors of the target must agree too."""
+    (tmp_path / "target").mkdir()
+    config = draft_config()
+    draft = write_draft(tmp_path / "draft", config, draft_tensors(config))
+    target = write_draft(
+        tmp_path / "target",
+        {"vocab_size": 512, "hidden_size": HIDDEN, "num_hidden_layers": 10},
+        {"model.embed_tokens.weight": torch.zeros(511, HIDDEN)},
+    )
+    with pytest.raises(StartupError, match=r"model\.embed_tokens\.weight has shape \[511, 64\]"):
+        DraftModel.load(draft, target, torch.float32, torch.device("cpu"))
