@@ -31,7 +31,7 @@ async def run_drafter(config: StackConfig) -> None:
     section = config.drafter
     server = grpc.aio.server(options=server_options())
     health = Health(server, [SERVICE], section.reflection)
-    bind(server, section.listen, "drafter.listen")
+    port = bind(server, section.listen, "drafter.listen")
     registry = CollectorRegistry()
     serve_metrics(section.metrics_listen, "drafter.metrics_listen", registry)
     metrics = DrafterMetrics(registry)
@@ -55,7 +55,7 @@ async def run_drafter(config: StackConfig) -> None:
     )
     await server.start()
     await health.set_ready(False)
-    logger.info("health at %s, dialling verifier %s", section.listen, section.verifier)
+    logger.info("health at %s:%d, dialling verifier %s", section.listen.rpartition(":")[0], port, section.verifier)
 
     linked = asyncio.create_task(link.run())
     stopping = asyncio.create_task(wait_for_signal())

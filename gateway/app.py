@@ -1,5 +1,6 @@
 """Wiring of the gateway: tokenizer, verifier connection, server, signals."""
 
+import asyncio
 import logging
 
 import grpc
@@ -19,6 +20,9 @@ from tandem.rpc import Health, bind, server_options, wait_for_signal
 from tandem.v1 import generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 0.05
+"""For what remains to be sent when all generations have ended."""
 
 SERVICES = ["tandem.v1.GenerationService"]
 
@@ -41,7 +45,7 @@ class Gateway:
             section.verifier, tokenizer.vocab_size, on_change=self._health.set_ready, poll_seconds=poll_seconds
         )
         sessions = Sessions(section.max_sessions, section.session_ttl_seconds)
-        admission = Admission(section.max_concurrent_requests)
+        self._admission = admission = Admission(section.max_concurrent_requests)
         self._metrics.gauge("tandem_gateway_requests_in_flight", "Generations now", lambda: admission.in_flight)
         self._metrics.gauge("tandem_gateway_sessions", "Sessions kept", lambda: len(sessions))
         self._metrics.gauge(
@@ -70,9 +74,12 @@ class Gateway:
         logger.info("listening at %s, verifier at %s", self._section.listen, self._section.verifier)
 
     async def stop(self) -> None:
-        """Report NOT_SERVING, refuse new calls, give those in flight the configured time, then end them."""
+        """Report NOT_SERVING, refuse new generations, give those in flight the configured time, then end them."""
         await self._health.drain()
-        await self._server.stop(self._section.shutdown_grace_seconds)
+        await self._admission.drain(self._section.shutdown_grace_seconds)
+        # Statuses are still on their way: grpc complains in the log if the server stops at the very same moment.
+        await asyncio.sleep(FAREWELL_SECONDS)
+        await self._server.stop(FAREWELL_SECONDS)
         await self._verifier.close()
 
 

@@ -15,11 +15,10 @@ from gateway.metrics import GatewayMetrics
 from gateway.output import Ending, Output, Piece
 from gateway.requests import GenerationRequest, SamplingChoice
 from gateway.resuming_stream import ResumingStream
-from gateway.sessions import Sessions, SessionTurn
+from gateway.sessions import Sessions
 from gateway.tokenizer import TargetTokenizer
 from gateway.validation import TargetInfo, check_lengths, check_request, check_tokenize, check_turns, prompt_too_long
 from gateway.verifier_client import Emission, SequenceRequest, SpeculationCounts, StepTiming, VerifierClient
-from tandem.errors import invalid
 from tandem.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -134,7 +133,7 @@ class Generator:
                 last = last if ended_before else update
                 # A stop string is this side's business: closing the stream cancels the verifier's call. Any other end
                 # the verifier sees too, and its last message says how the sequence went.
-                if output.ending.stop_string is not None or emission.end is not None:
+                if emission.end is not None:
                     break
         assert output.ending is not None
         timer.end()
@@ -157,7 +156,7 @@ class Generator:
         return await self._encode(prompt, turns, context)
 
     async def check_opening(self, turns: Sequence[Turn]) -> None:
-        """InvalidRequest unless a session may begin with these turns: known roles, and no more than can ever be used."""
+        """InvalidRequest unless a session may begin with these turns: known roles, no more than can ever be used."""
         check_turns(turns)
         if turns:
             context = (self._verifier.target or self._verifier.require_ready()).max_context

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -87,11 +86,6 @@ def as_json(
         "versions": versions(),
         "config": config,
     }
-
-
-def check_writable(path: Path) -> None:
-    """OSError now rather than after the measurement."""
-    path.touch()
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -174,7 +174,9 @@ class Bench:
         kv = KvCache(blocks, block_tokens)
         self.scheduler = Scheduler(kv, max_running, max_waiting, max_prefill_rows, draft_timeout)
         shape = DraftShape(max_nodes=BLOCK_SIZE - 1, feature_bytes=1)
-        self.engine = Engine(self.scheduler, self.runner, Drafting(shape, kv, self.runner.read_features, metrics), metrics)
+        self.engine = Engine(
+            self.scheduler, self.runner, Drafting(shape, kv, self.runner.read_features, metrics), metrics
+        )
         metrics.observe_load(self.engine.load)
         self.engine.start()
         self._count = 0

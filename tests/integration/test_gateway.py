@@ -312,19 +312,25 @@ async def test_one_generation_too_many_is_refused_with_a_pause() -> None:
 async def test_shutdown_lets_generations_finish_and_refuses_new_ones() -> None:
     async with gateway_stack(shutdown_grace_seconds=5) as stack:
         stack.verifier.stall_after = 5
-        generation = stack.client.generate("hello", max_tokens=10)
+        generation = stack.client.generate("hello", max_tokens=10, seed=1)
         running = asyncio.create_task(generation.result())
         await eventually(lambda: len(generation.token_ids) == 5)
         stopping = asyncio.create_task(stack.gateway.stop())
-        await asyncio.sleep(0.1)
-        with pytest.raises(GenerationError, match="UNAVAILABLE"):
+        await asyncio.wait_for(until_health(stack, "NOT_SERVING"), 5)
+        with pytest.raises(GenerationError, match="the gateway is shutting down") as caught:
             await stack.client.generate("hello").result()
+        assert (caught.value.code, caught.value.retry_after_seconds) == ("UNAVAILABLE", 1.0)
         assert not stopping.done()
-        running.cancel()
+        # The verifier dies and comes back without its stall: also now the stream survives.
+        await stack.verifier.stop()
+        stack.verifier.stall_after = None
+        await stack.verifier.start()
+        assert (await asyncio.wait_for(running, 5)).completion_tokens == 10
         await asyncio.wait_for(stopping, 2)
 
 
 async def test_shutdown_ends_what_outlasts_the_grace() -> None:
+    """With a status that says so; and the verifier's sequence is freed."""
     async with gateway_stack(shutdown_grace_seconds=0.2) as stack:
         stack.verifier.stall_after = 5
         running = asyncio.create_task(stack.client.generate("hello").result())
@@ -332,8 +338,9 @@ async def test_shutdown_ends_what_outlasts_the_grace() -> None:
         started = time.monotonic()
         await stack.gateway.stop()
         assert time.monotonic() - started < 2.0
-        with pytest.raises(GenerationError, match="UNAVAILABLE"):
+        with pytest.raises(GenerationError, match="shut down before the generation ended") as caught:
             await running
+        assert caught.value.code == "UNAVAILABLE"
         await eventually(lambda: stack.verifier.running == 0)
 
 

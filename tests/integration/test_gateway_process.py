@@ -103,7 +103,7 @@ async def test_it_serves_measures_and_ends_at_sigterm(tmp_path: Path) -> None:
             while len(generation.token_ids) < 5:
                 await anext(generation)
             gateway.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(until(address, SERVICE, "UNAVAILABLE"), 5)
+            await asyncio.wait_for(until(address, SERVICE, "NOT_SERVING"), 5)
             assert gateway.returncode is None
             generation.cancel()
             _, stderr = await asyncio.wait_for(gateway.communicate(), 5)

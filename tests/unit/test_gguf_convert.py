@@ -325,10 +325,10 @@ def test_the_demo_target_encodes_any_assigned_text_and_decodes_it_back(
 
 
 @pytest.mark.model
-def test_the_demo_target_answers_in_transformers() -> None:
+def test_the_demo_target_knows_a_fact_in_transformers() -> None:
+    """Weights in the wrong order or places make noise, not knowledge."""
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    question = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
-    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-    output = model.generate(ids, max_new_tokens=24, do_sample=False, temperature=None, top_p=None)
-    assert "Paris" in tokenizer.decode(output[0, ids.shape[1] :])
+    ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()) == " Paris"

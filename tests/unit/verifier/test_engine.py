@@ -51,7 +51,7 @@ def test_drafts_change_speed_never_tokens(bench: Bench, edit: object) -> None:
     counts = [a.last.sequence.counts for a in answers]
     accepted, drafted = sum(c.accepted for c in counts), sum(c.drafted for c in counts)
     assert drafted > 0
-    expected = {wrong: 0}.get(edit, None)  # type: ignore[call-overload]
+    expected = {wrong: 0}.get(edit)  # type: ignore[call-overload]
     assert accepted == expected if expected is not None else accepted > 0
     assert not drafter.faults
     drafter.leave()

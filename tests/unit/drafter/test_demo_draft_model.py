@@ -1,0 +1,53 @@
+"""The demo draft model on text that the demo target wrote itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from dflash.model import DFlashDraftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+
+MODELS = Path(__file__).parents[3] / "models"
+DRAFT, TARGET = MODELS / "smollm2-135m-dflash", MODELS / "smollm2-135m-instruct"
+PROMPT = "<|im_start|>user\nList three uses of a brick.<|im_end|>\n<|im_start|>assistant\n"
+
+pytestmark = pytest.mark.model
+
+
+@torch.inference_mode()
+def test_drafts_equal_the_reference_and_predict_the_target() -> None:
+    """In float32, behind every position of a greedy answer, the reference's drafts; and the first proposal is right as
+    often as a trained one must be (its card says 0.45), which a wrong tap, norm, position or mask prevents."""
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
+    reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.float32).eval()
+    prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
+    ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False)
+    hidden = target(ids, output_hidden_states=True).hidden_states
+    taps = torch.cat([hidden[i + 1] for i in reference.target_layer_ids], dim=-1)
+    features = reference.hidden_norm(reference.fc(taps))[0]
+
+    model = DraftModel.load(DRAFT, TARGET, torch.float32, torch.device("cpu"))
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    kv, held, hits = model.new_context(), 0, []
+    for base in range(prompt.shape[1], ids.shape[1] - 1):
+        anchor = int(ids[0, base])
+        model.write_context([ContextRows(kv, held, features[held:base])])
+        held = base
+        block = torch.tensor([[anchor] + [reference.mask_token_id] * 7])
+        expected = reference.compute_logits(
+            reference(
+                position_ids=torch.arange(base + 8)[None],
+                noise_embedding=embedding(block),
+                target_hidden=taps[:, :base],
+            )[0, 1:],
+            head,
+        )
+        request = BlockRequest(kv, base, anchor, nodes=7)
+        torch.testing.assert_close(model.block_logits([request]), expected, rtol=1e-3, atol=1e-3)
+        tokens = model.draft([request])[0].tokens
+        assert tokens == expected.argmax(dim=-1).tolist()
+        hits.append(tokens[0] == int(ids[0, base + 1]))
+    assert len(hits) > 30
+    assert sum(hits) / len(hits) > 0.3
