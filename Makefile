@@ -6,7 +6,7 @@ TARGET := models/smollm2-135m-instruct
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 SOURCES := tandem gateway verifier_service drafter_service tests benchmarks
 
-.PHONY: setup model demo test test-fast lint types protos check-protos bench clean
+.PHONY: setup model demo lossless test test-fast lint types protos check-protos bench clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -27,6 +27,9 @@ demo: setup model
 
 bench: setup model
 	$(BIN)/tandem bench --config configs/demo.yaml --modes off,block --concurrency 1,4,16 --json bench.json
+
+lossless: setup model
+	$(BIN)/python -m benchmarks.lossless --json benchmarks/results/lossless.json
 
 test: setup model lint types check-protos
 	$(BIN)/python -m pytest

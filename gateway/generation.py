@@ -133,7 +133,7 @@ class Generator:
                 last = last if ended_before else update
                 # A stop string is this side's business: closing the stream cancels the verifier's call. Any other end
                 # the verifier sees too, and its last message says how the sequence went.
-                if emission.end is not None:
+                if output.ending.stop_string is not None or emission.end is not None:
                     break
         assert output.ending is not None
         timer.end()

@@ -56,7 +56,7 @@ class Output:
     """One generation's output, from the verifier's ids to pieces for the client.
 
     With stop strings, text that may begin one is kept back, and so is every id not needed for the text released so far:
-    a token is needed if a released character ends in it. Without stop strings ids are released at once.
+    a token is needed if it holds a part of a released character. Without stop strings ids are released at once.
     """
 
     def __init__(

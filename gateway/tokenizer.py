@@ -142,7 +142,7 @@ class TargetTokenizer:
         core = shielded.strip()
         inside = any(core in s for s in self._special_strings) and bool(core)
         before = marker.put("") if inside or core.startswith(self._endings) else ""
-        after = marker.put("") if inside or core.endswith(self._beginnings) else ""
+        after = marker.put("") if core.endswith(self._beginnings) else ""
         start = len(shielded) - len(shielded.lstrip())
         return shielded[:start] + before + core + after + shielded[start + len(core) :]
 

@@ -16,6 +16,16 @@ from typing import Any, Self
 
 import grpc
 
+from tandem.client_protos import (
+    chunk_of,
+    error_of,
+    final_of,
+    generate_request,
+    model_of,
+    open_session_request,
+    session_of,
+    tokenize_request,
+)
 from tandem.client_types import (
     Chunk,
     Final,
@@ -26,14 +36,6 @@ from tandem.client_types import (
     Session,
     Speculation,
     StepTiming,
-    chunk_of,
-    error_of,
-    final_of,
-    generate_request,
-    model_of,
-    open_session_request,
-    session_of,
-    tokenize_request,
 )
 from tandem.rpc import channel_options
 from tandem.v1 import generation_pb2, generation_pb2_grpc

@@ -195,6 +195,7 @@ def _to_proto(emission: Emission) -> verification_pb2.VerifierServiceGenerateRes
         token_ids=emission.token_ids,
         log_probs=emission.log_probs,
         step_timing=_timing_to_proto(emission.timing),
+        cached_prompt_tokens=emission.sequence.cached_prompt_tokens,
         final=_final(emission.sequence) if emission.finish_reason else None,
     )
 

@@ -89,10 +89,9 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
         done = len(request.token_ids) - request.prompt_length
         script = list(self.script(request))[: request.max_tokens]
         for size in itertools.cycle(self.chunk_sizes):
-            for limit, act in ((self.stall_after, asyncio.Event().wait), (self.die_after, self._die)):
-                if limit is not None and done >= limit:
-                    await act()
-                if limit is not None and limit > done:
+            await self._misbehave(done)
+            for limit in (self.stall_after, self.die_after):
+                if limit is not None:
                     size = min(size, limit - done)
             ids = script[done : done + size]
             stop = next((id for id in ids if id in request.stop_token_ids), None)
@@ -115,13 +114,17 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
                 break
             await asyncio.sleep(0)
         if self.final_apart:
+            await self._misbehave(done)
             await context.write(Response(final=self._final(request, done, stop)))
 
-    async def _die(self) -> None:
-        self.die_after = None
-        # Not awaited: stopping waits for this very call to end.
-        self.death = asyncio.create_task(self.stop())
-        await asyncio.Event().wait()
+    async def _misbehave(self, done: int) -> None:
+        if self.die_after is not None and done >= self.die_after:
+            self.die_after = None
+            # Not awaited: stopping waits for this very call to end.
+            self.death = asyncio.create_task(self.stop())
+            await asyncio.Event().wait()
+        if self.stall_after is not None and done >= self.stall_after:
+            await asyncio.Event().wait()
 
     def _final(self, request: Request, done: int, stop: int | None) -> verification_pb2.SequenceFinal:
         reason = generation_pb2.FINISH_REASON_LENGTH if stop is None else generation_pb2.FINISH_REASON_STOP

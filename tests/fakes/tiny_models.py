@@ -39,7 +39,7 @@ def _llama_json(**changes: Any) -> dict[str, Any]:
 
 
 def random_target(folder: Path, seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    """A random Llama in fp32, saved; returns transformers' model of it, the oracle. Logit gaps are wide enough for argmax."""
+    """A random Llama in fp32, saved; returns transformers' model of it, the oracle. Its logit gaps suit argmax."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB,

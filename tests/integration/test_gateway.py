@@ -1,18 +1,20 @@
 """The gateway over real gRPC, in front of a verifier that emits what a test wants."""
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import grpc
 import pytest
 
 import tandem
-from tandem.client import Chunk, GenerationError, Message
+from tandem.client import Chunk, Final, GenerationError, Message
 from tandem.errors import Overloaded
 from tandem.v1 import generation_pb2
 from tests.fakes import tokenizers
-from tests.fakes.fake_verifier import letters
+from tests.fakes.fake_verifier import FakeVerifier, letters
 from tests.fakes.gateway_stack import GatewayStack, eventually, gateway_stack
 
 RAW = tokenizers.byte_level()
@@ -393,3 +395,15 @@ async def test_reflection_lists_the_service() -> None:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]))
         names = {s.name async for reply in call for s in reply.list_services_response.service}
         assert "tandem.v1.GenerationService" in names
+
+
+async def test_the_examples_of_the_api_page_run() -> None:
+    """All Python blocks of docs/api.md, one after another."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) >= 5
+    async with gateway_stack(FakeVerifier(max_context=2000), max_tokens_default=20) as stack:
+        code = "\n".join(blocks).replace("127.0.0.1:7600", stack.address)
+        scope: dict[str, object] = {}
+        await asyncio.to_thread(exec, code, scope)
+        assert isinstance(scope["final"], Final)

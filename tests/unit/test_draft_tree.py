@@ -25,7 +25,7 @@ def paths(draft: Draft) -> dict[int, tuple[int, ...]]:
 
 @given(drafts(), st.lists(st.integers(0, 3), min_size=13, max_size=13))
 def test_walk_emits_what_the_target_alone_would(draft: Draft, target: list[int]) -> None:
-    """Whatever the draft, the chosen tokens are a prefix of the target's own sequence, longer than any matching path."""
+    """Whatever the draft, the chosen tokens begin the target's own sequence, one more than the longest match."""
     accepted, chosen = walk(draft, lambda index, depth: target[depth])
     assert chosen == target[: len(chosen)]
     assert len(chosen) == len(accepted) + 1

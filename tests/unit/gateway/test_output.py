@@ -17,12 +17,17 @@ TOKENIZER = TargetTokenizer(RAW, None)
 ENCODED = [TOKENIZER.encode(text) for text in ("a", "ab", " the", "quick brown", "é", "中", "🙂", "\n\n", "lazy dog")]
 BYTE_OF_SPELLING = {spelling: byte for byte, spelling in bytes_to_unicode().items()}
 LEAD_BYTE, *_ = TOKENIZER.encode("𓀀")
-BROKEN = [[LEAD_BYTE], [tokenizers.EOS], [TOKENIZER.vocab_size + 1]]
+HALF = next(id for id in TOKENIZER.encode("naï") if RAW.decode([id]).endswith("a\ufffd"))
+"""A letter and the beginning of a character."""
+BROKEN = [[LEAD_BYTE], [HALF], [tokenizers.EOS], [TOKENIZER.vocab_size + 1]]
 
 
 TOKENS = st.sampled_from([id for ids in ENCODED + BROKEN for id in ids])
 STOPS = st.lists(
-    st.sampled_from(["b t", "the", "é中", "\n", "k bro", "z", "\ufffd", "\ufffda", "🙂", "quick", "ick"]), max_size=4
+    st.sampled_from(
+        ["b t", "the", "é中", "\n", "k bro", "z", "\ufffd", "\ufffda", "🙂", "quick", "ick", "a\ufffd", "\ufffdab"]
+    ),
+    max_size=4,
 )
 
 
@@ -172,6 +177,15 @@ def test_a_stop_token_has_no_text_but_is_streamed_and_counted() -> None:
     out = output([], frozenset({z}))
     assert out.push([z, z], []) == Piece("", [z])
     assert (out.ending, out.completion_tokens) == (Ending(stop_token_id=z), 1)
+
+
+def test_a_replacement_character_belongs_to_the_token_that_left_its_bytes() -> None:
+    """Also if that token has gone out already, for text of its own: the next one is not needed for it."""
+    (z,) = TOKENIZER.encode("z")
+    out = output(["z"])
+    assert out.push([HALF], []) == Piece(text_of([HALF])[:-1], [HALF])
+    assert out.push([z], []) == Piece("\ufffd")
+    assert out.ending == Ending(stop_string="z")
 
 
 def test_what_was_kept_back_goes_out_at_the_end() -> None:
