@@ -215,7 +215,8 @@ async def test_a_drafter_that_does_not_fit_is_refused_with_both_values(
     with pytest.raises(grpc.aio.AioRpcError):
         await peer.register()
     assert await peer.call.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert all(name in str(await peer.call.details()) for name in names)
+    details = str(await peer.call.details())
+    assert all(name in details for name in names)
     assert (await service.load()).drafters == 0
 
 
