@@ -13,7 +13,7 @@ MODELS = Path(__file__).parents[3] / "models"
 DRAFT, TARGET = MODELS / "smollm2-135m-dflash", MODELS / "smollm2-135m-instruct"
 PROMPT = "<|im_start|>user\nList three uses of a brick.<|im_end|>\n<|im_start|>assistant\n"
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 
 @torch.inference_mode()
