@@ -62,7 +62,7 @@ class _ComputeSection(_ServiceSection):
     """Of weights, KV and features."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch; unset takes all cores."""
-    omp_spin_count: int = Field(default=5000, ge=0)
+    omp_spin_count: int = Field(default=20000, ge=0)
     """GOMP_SPINCOUNT: how long idle OpenMP threads spin. Left unset by hand, processes that share cores starve
     each other; measured in docs/architecture.md."""
 

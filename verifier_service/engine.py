@@ -1,7 +1,8 @@
 """The verifier's loop: takes requests and drafts in, plans and runs steps, hands tokens and drafting work out.
 
-One thread owns scheduler, KV and model. Everybody else talks to it through the public methods, which only queue a
-command and return. Results leave through sinks, which must not block. Knows no gRPC and no torch.
+One thread owns scheduler, KV and model: the one that calls run(). Everybody else talks to it through the other public
+methods, which only queue a command and return. Results leave through sinks, which must not block. Knows no gRPC and no
+torch.
 """
 
 import logging
@@ -65,20 +66,19 @@ class Engine:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._running = True
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self) -> None:
-        self._thread.start()
+    def run(self) -> None:
+        """Run sequences until stop(). A fault of the loop itself ends all sequences with Unavailable and is raised."""
+        try:
+            while self._running:
+                self._turn()
+        except Exception:
+            self._end_all(Unavailable("verifier: internal fault, restarting"))
+            raise
 
     def stop(self) -> None:
-        """End all sequences with Unavailable, then the thread."""
+        """End all sequences with Unavailable and let run() return."""
         self._post(self._stop)
-        self._thread.join()
-
-    @property
-    def alive(self) -> bool:
-        """False once the loop ended, by stop or by a fault."""
-        return self._thread.is_alive()
 
     def submit(self, request: SequenceRequest, sink: Sink) -> None:
         """Run a sequence. The sink is called in the engine's thread; the last emission has a finish reason or error."""
@@ -125,14 +125,6 @@ class Engine:
             self._wake.notify()
 
     # Below: the engine's thread only.
-
-    def _run(self) -> None:
-        try:
-            while self._running:
-                self._turn()
-        except Exception:
-            logger.critical("the engine's loop failed; the verifier cannot go on", exc_info=True)
-            self._end_all(Unavailable("verifier: internal fault, restarting"))
 
     def _turn(self) -> None:
         """Take all commands, then one step, or sleep until there is something to do."""

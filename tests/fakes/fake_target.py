@@ -178,7 +178,8 @@ class Bench:
             self.scheduler, self.runner, Drafting(shape, kv, self.runner.read_features, metrics), metrics
         )
         metrics.observe_load(self.engine.load)
-        self.engine.start()
+        self._thread = threading.Thread(target=self.engine.run, daemon=True)
+        self._thread.start()
         self._count = 0
 
     def submit(self, prompt: list[int], max_tokens: int, **changes: object) -> Answer:
@@ -199,6 +200,8 @@ class Bench:
     def close(self) -> None:
         """Stops the engine; the books must balance with nothing live."""
         self.engine.stop()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
         self.scheduler.audit()
         assert self.scheduler.kv.used == 0
         assert not self.scheduler.running

@@ -69,7 +69,7 @@ async def service(folders: tuple[Path, Path]) -> AsyncIterator[Service]:
     verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
     speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
     port = server.add_insecure_port("127.0.0.1:0")
-    engine.start()
+    running = asyncio.create_task(asyncio.to_thread(engine.run))
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
@@ -83,7 +83,8 @@ async def service(folders: tuple[Path, Path]) -> AsyncIterator[Service]:
             await service.until(lambda load: load.running_sequences + load.kv_blocks_used == 0)
     finally:
         await server.stop(None)
-        await asyncio.to_thread(engine.stop)
+        engine.stop()
+        await running
 
 
 def request(**changes: object) -> Request:
