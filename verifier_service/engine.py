@@ -5,10 +5,10 @@ methods, which only queue a command and return. Results leave through sinks, whi
 torch.
 """
 
+import contextlib
 import logging
-import threading
+import queue
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -63,8 +63,7 @@ class Engine:
         self._next_id = 1
         self._recent = RecentSteps()
         self._totals = Totals()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = True
 
     def run(self) -> None:
@@ -78,31 +77,31 @@ class Engine:
 
     def stop(self) -> None:
         """End all sequences with Unavailable and let run() return."""
-        self._post(self._stop)
+        self._commands.put(self._stop)
 
     def submit(self, request: SequenceRequest, sink: Sink) -> None:
         """Run a sequence. The sink is called in the engine's thread; the last emission has a finish reason or error."""
-        self._post(lambda: self._submit(request, sink))
+        self._commands.put(lambda: self._submit(request, sink))
 
     def abort(self, request_id: str) -> None:
         """End a sequence as ABORTED. Unknown ids are ignored."""
-        self._post(lambda: self._abort(request_id))
+        self._commands.put(lambda: self._abort(request_id))
 
     def attach(self, drafter: Drafter) -> None:
         """A drafter registered: live sequences are drafted for from now on."""
-        self._post(lambda: self._attach(drafter))
+        self._commands.put(lambda: self._attach(drafter))
 
     def detach(self, drafter: Drafter) -> None:
         """A drafter left: its sequences go on undrafted, or with another."""
-        self._post(lambda: self._ask(self._drafting.detach(drafter, self._sequences)))
+        self._commands.put(lambda: self._ask(self._drafting.detach(drafter, self._sequences)))
 
     def deliver(self, drafter: Drafter, reply: DraftReply) -> None:
         """Drafts, already checked for shape and vocabulary."""
-        self._post(lambda: self._drafting.deliver(drafter, reply, self._sequences))
+        self._commands.put(lambda: self._drafting.deliver(drafter, reply, self._sequences))
 
     def report_gap(self, drafter: Drafter, sequence_id: int, epoch: int, held: int) -> None:
         """A drafter lacks a sequence's features from position `held` on."""
-        self._post(lambda: self._ask(self._drafting.gap(drafter, sequence_id, epoch, held, self._sequences)))
+        self._commands.put(lambda: self._ask(self._drafting.gap(drafter, sequence_id, epoch, held, self._sequences)))
 
     def load(self) -> Load:
         """Live figures; safe from any thread."""
@@ -119,17 +118,13 @@ class Engine:
             totals=replace(self._totals),
         )
 
-    def _post(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
-
     # Below: the engine's thread only.
 
     def _turn(self) -> None:
         """Take all commands, then one step, or sleep until there is something to do."""
-        while self._commands:
-            self._commands.popleft()()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
         if not self._running:
             return
         plan = self._scheduler.plan(time.perf_counter())
@@ -140,9 +135,9 @@ class Engine:
         if plan.segments:
             self._step(plan)
             return
-        with self._wake:
-            if not self._commands:
-                self._wake.wait(None if plan.wake_at is None else max(0.0, plan.wake_at - time.perf_counter()))
+        timeout = None if plan.wake_at is None else max(0.0, plan.wake_at - time.perf_counter())
+        with contextlib.suppress(queue.Empty):
+            self._commands.get(timeout=timeout)()
 
     def _step(self, plan: StepPlan) -> None:
         started = time.perf_counter()
@@ -155,8 +150,10 @@ class Engine:
             return
         outcomes = [self._commit(s, v) for s, v in zip(plan.segments, result.verdicts, strict=True)]
         ended = time.perf_counter()
-        # Drafters work while the tokens are on their way to the gateway.
+        # Drafters work while the tokens are on their way to the gateway. The sleep hands the interpreter to the thread
+        # that sends: without it the round leaves only when the emissions below are done (measured: 0.2 ms later).
         self._ask([s.sequence for s in plan.segments if s.sequence.finish_reason is None])
+        time.sleep(0)
         for outcome in outcomes:
             if outcome.segment.samples:
                 self._emit(outcome, self._timing(outcome, result, started, ended))
