@@ -63,8 +63,8 @@ class _ComputeSection(_ServiceSection):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads for torch; unset takes all cores."""
     omp_spin_count: int = Field(default=20000, ge=0)
-    """GOMP_SPINCOUNT: how long idle OpenMP threads spin. Left unset by hand, processes that share cores starve
-    each other; measured in docs/architecture.md."""
+    """GOMP_SPINCOUNT: how long idle OpenMP threads spin. Libgomp's own default starves processes that share cores;
+    measured in docs/architecture.md."""
 
 
 class GatewayConfig(_ServiceSection):
@@ -118,6 +118,8 @@ class DrafterConfig(_ComputeSection):
     """The verifier to dial."""
     name: str = "drafter"
     """For logs and metrics."""
+    omp_spin_count: int = Field(default=2000, ge=0)
+    """As the verifier's; short, since a thread that spins after a draft delays the draft's way to the verifier."""
     reconnect_max_seconds: float = Field(default=5.0, gt=0)
     """Longest pause between attempts to reach the verifier."""
 
