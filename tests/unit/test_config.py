@@ -1,0 +1,79 @@
+"""A wrong config is a start-up error that names the file and the key; a right one resolves its paths."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tandem.config import load_config
+from tandem.errors import StartupError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("target", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+    return tmp_path
+
+
+def write(folder: Path, data: Any) -> Path:
+    path = folder / "stack.yaml"
+    path.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return path
+
+
+def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(folder, {"target": "target", "draft_model": "./draft", "verifier": {"kv_blocks": 7}})
+    monkeypatch.chdir("/")
+    config = load_config(path)
+    assert (config.target, config.draft_model) == (folder / "target", folder / "draft")
+    assert config.verifier.kv_blocks == 7
+    assert config.gateway.verifier == config.verifier.listen == config.drafter.verifier
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({}, ["target", "required"]),
+        ({"target": "nowhere"}, ["target", "no config.json in", "nowhere"]),
+        ({"target": "target", "verifer": {}}, ["verifer", "unknown key"]),
+        ({"target": "target", "verifier": {"kv_block": 3}}, ["verifier.kv_block", "unknown key"]),
+        ({"target": "target", "verifier": {"kv_blocks": 0}}, ["verifier.kv_blocks", "greater than or equal to 2"]),
+        ({"target": "target", "verifier": {"dtype": "int3"}}, ["verifier.dtype", "bfloat16", "float32"]),
+        ({"target": "target", "gateway": {"listen": "7600"}}, ["gateway.listen", "HOST:PORT"]),
+        ({"target": "target", "gateway": {"listen": "a:70000"}}, ["gateway.listen", "HOST:PORT"]),
+        ({"target": "target", "verifier": {"speculation_mode": "block"}}, ["speculation_mode", "needs draft_model"]),
+        ("target: [", ["not YAML"]),
+        ("- a\n- b", ["must be a mapping"]),
+    ],
+)
+def test_a_wrong_key_is_named(folder: Path, data: Any, words: list[str]) -> None:
+    path = write(folder, data)
+    with pytest.raises(StartupError) as error:
+        load_config(path)
+    assert str(path) in str(error.value)
+    assert all(word in str(error.value) for word in words)
+
+
+def test_every_wrong_key_has_a_line(folder: Path) -> None:
+    path = write(folder, {"target": "target", "gateway": {"x": 1}, "drafter": {"threads": 0}})
+    with pytest.raises(StartupError) as error:
+        load_config(path)
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_demo_config_is_valid_but_for_its_target(tmp_path: Path) -> None:
+    """The demo target is prepared, not shipped."""
+    source = Path(__file__).parents[2] / "configs" / "demo.yaml"
+    data = yaml.safe_load(source.read_text())
+    assert (source.parent / data["draft_model"] / "config.json").is_file()
+    (tmp_path / "config.json").write_text("{}")
+    data["target"] = data["draft_model"] = str(tmp_path)
+    assert load_config(write(tmp_path, data)).gateway.reflection
