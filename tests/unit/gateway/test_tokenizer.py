@@ -236,16 +236,19 @@ class TestDemoTarget:
     FOLDER = Path(__file__).parents[3] / "models" / "smollm2-135m-instruct"
 
     @pytest.fixture(scope="class")
-    def tokenizer(self) -> TargetTokenizer:
-        return TargetTokenizer.load(self.FOLDER)
+    @classmethod
+    def tokenizer(cls) -> TargetTokenizer:
+        return TargetTokenizer.load(cls.FOLDER)
 
     @pytest.fixture(scope="class")
-    def reference(self) -> PreTrainedTokenizerFast:
-        return PreTrainedTokenizerFast.from_pretrained(self.FOLDER)
+    @classmethod
+    def reference(cls) -> PreTrainedTokenizerFast:
+        return PreTrainedTokenizerFast.from_pretrained(cls.FOLDER)
 
     @pytest.fixture(scope="class")
-    def library(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.FOLDER / "tokenizer.json"))
+    @classmethod
+    def library(cls) -> Tokenizer:
+        return Tokenizer.from_file(str(cls.FOLDER / "tokenizer.json"))
 
     @settings(max_examples=150, deadline=None)
     @given(data=st.data())
