@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 TARGET := models/smollm2-135m-instruct
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-SOURCES := tandem gateway verifier_service drafter_service tests benchmarks
+SOURCES := tandem gateway verifier_service drafter_service tests benchmarks tools
 
 .PHONY: setup model demo lossless test test-fast lint types protos check-protos bench clean
 

@@ -105,7 +105,10 @@ class DraftModel:
         logits = self.block_logits(requests)
         tokens = _argmax(logits)
         best = logits.gather(-1, tokens[:, None])[:, 0]
-        flat_tokens, flat_log_probs = tokens.tolist(), (best - logits.logsumexp(dim=-1)).tolist()
+        log_probs = best - logits.logsumexp(dim=-1)
+        if self._weights.draft_tokens is not None:
+            tokens = self._weights.draft_tokens[tokens]
+        flat_tokens, flat_log_probs = tokens.tolist(), log_probs.tolist()
         proposals, first = [], 0
         for request in requests:
             end = first + request.nodes
@@ -115,7 +118,8 @@ class DraftModel:
 
     @torch.inference_mode()
     def block_logits(self, requests: Sequence[BlockRequest]) -> torch.Tensor:
-        """[sum of nodes, vocab_size] fp32: of the first `nodes` slots behind each request's anchor."""
+        """[sum of nodes, vocab_size] fp32: of the first `nodes` slots behind each request's anchor. With a reduced head
+        there is a column for each of its tokens only."""
         config, weights, block = self.config, self._weights, self.config.block_size
         self._cover(max(request.base for request in requests) + block)
         ids = torch.full((len(requests), block), config.mask_token_id)

@@ -49,15 +49,21 @@ class DraftWeights:
     embedding: torch.Tensor
     """[V, H], the target's raw rows."""
     head: Linear
-    """H -> V, the target's."""
+    """H -> V, the target's; with draft_tokens only the rows of those."""
+    draft_tokens: torch.Tensor | None
+    """[draft vocabulary] int64, ascending: the token of each head row; None if the head has all rows in order."""
 
 
 def load_weights(
     config: DraftConfig, draft_folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
 ) -> DraftWeights:
     """Every tensor is checked by name and shape, and none may be left over; StartupError names file and tensor."""
-    embedding, head = _target_rows(config, draft_folder, CheckpointFolder(target_folder), dtype, device)
     folder = CheckpointFolder(draft_folder)
+    embedding, head = _target_rows(config, draft_folder, CheckpointFolder(target_folder), dtype, device)
+    draft_tokens = _draft_tokens(config, folder)
+    if draft_tokens is not None:
+        draft_tokens = draft_tokens.to(device)
+        head = head[draft_tokens]
 
     def read(name: str, *shape: int) -> torch.Tensor:
         return folder.tensor(name, shape, dtype).to(device)
@@ -98,13 +104,14 @@ def load_weights(
         context_key_norm=torch.stack(key_norms)[:, None],
         norm=norm,
         embedding=embedding,
-        head=head,
+        head=Linear(head),
+        draft_tokens=draft_tokens,
     )
 
 
 def _target_rows(
     config: DraftConfig, draft_folder: Path, target: CheckpointFolder, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, Linear]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     for key, target_key, value in (
         ("vocab_size", "vocab_size", config.vocab_size),
         ("hidden_size", "hidden_size", config.hidden_size),
@@ -119,5 +126,17 @@ def _target_rows(
     shape = (config.vocab_size, config.hidden_size)
     embedding = target.tensor("model.embed_tokens.weight", shape, dtype).to(device)
     if target.config.get("tie_word_embeddings", "lm_head.weight" not in target):
-        return embedding, Linear(embedding)
-    return embedding, Linear(target.tensor("lm_head.weight", shape, dtype).to(device))
+        return embedding, embedding
+    return embedding, target.tensor("lm_head.weight", shape, dtype).to(device)
+
+
+def _draft_tokens(config: DraftConfig, folder: CheckpointFolder) -> torch.Tensor | None:
+    """Tokens of a reduced head, from `d2t` as published draft models with a reduced vocabulary have it: row i proposes
+    token i + d2t[i]."""
+    if config.draft_vocab_size is None:
+        return None
+    size = config.draft_vocab_size
+    tokens = folder.tensor("d2t", (size,), torch.int64) + torch.arange(size)
+    if tokens[0] < 0 or tokens[-1] >= config.vocab_size or bool((tokens.diff() <= 0).any()):
+        raise StartupError(f"{folder.path}: tensor d2t must list ascending tokens below {config.vocab_size}")
+    return tokens

@@ -31,6 +31,7 @@ _USED_KEYS = frozenset(
         "architectures",
         "attention_bias",
         "dflash_config",
+        "draft_vocab_size",
         "head_dim",
         "hidden_act",
         "hidden_size",
@@ -81,7 +82,6 @@ _VARIANTS = {
     "shift_label": "a draft model with shifted labels",
     "projector_type": "a Domino draft model",
     "gru_hidden_dim": "a Domino draft model",
-    "draft_vocab_size": "a draft model with a vocabulary of its own",
 }
 
 _QWEN3_MAX_WINDOW_LAYERS = 28
@@ -119,6 +119,8 @@ class DraftConfig:
     layers: tuple[DraftLayer, ...]
     attention_bias: bool
     vocab_size: int
+    draft_vocab_size: int | None
+    """Tokens the draft model proposes among, listed by the folder's tensor `d2t`; None is the whole vocabulary."""
     max_position_embeddings: int
     input_embedding_scale: float
     """Multiplies the target's raw embedding rows."""
@@ -170,6 +172,7 @@ class _Reader:
             layers=self._layers(layers),
             attention_bias=bool(self._bool("attention_bias")),
             vocab_size=vocab_size,
+            draft_vocab_size=None if self._get("draft_vocab_size") is None else self._int("draft_vocab_size"),
             max_position_embeddings=self._int("max_position_embeddings"),
             input_embedding_scale=self._float("input_embedding_scale", 1.0),
             output_multiplier=self._float("output_multiplier", 1.0),

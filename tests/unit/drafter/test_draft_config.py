@@ -102,7 +102,6 @@ def test_windows_and_causality(changes: dict[str, Any], layers: list[tuple[bool,
         ({"model_type": "llama"}, "model_type", "qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act", "silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "unknown key"),
-        ({"draft_vocab_size": 32000}, "draft_vocab_size", "vocabulary of its own"),
         ({"dflash_config": {"mask_token_id": 1, "selector_top_k": 16}}, "dflash_config.selector_top_k", "DFlash2"),
         (
             {"dflash_config": {"mask_token_id": 1, "sample_from_anchor": 1}},

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from drafter_service.draft_model import DraftModel
+from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from tandem.errors import StartupError
 from tests.fakes.draft_folders import HIDDEN, draft_config, draft_tensors, write_draft, write_target
 
 Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
 
 
 def refusal(folder: Path, change: Callable[[Tensors], object] = lambda t: None, **target_changes: object) -> str:
@@ -66,3 +67,34 @@ def test_embedding_that_is_not_the_vocabulary(tmp_path: Path) -> None:
     )
     with pytest.raises(StartupError, match=r"model\.embed_tokens\.weight has shape \[511, 64\]"):
         DraftModel.load(draft, target, torch.float32, torch.device("cpu"))
+
+
+def test_a_reduced_head_proposes_the_best_of_its_tokens(tmp_path: Path) -> None:
+    """Oracle: the same model with its whole head, restricted to the tokens that `d2t` lists."""
+    config = draft_config()
+    tensors = draft_tensors(config)
+    target = write_target(tmp_path / "target")
+    whole = DraftModel.load(write_draft(tmp_path / "whole", config, tensors), target, torch.float32, CPU)
+    tokens = torch.tensor(sorted({3, 7, 8, 20, 41, config["vocab_size"] - 1}))
+    reduced_config = {**config, "draft_vocab_size": len(tokens)}
+    d2t = {"d2t": tokens - torch.arange(len(tokens))}
+    folder = write_draft(tmp_path / "reduced", reduced_config, {**tensors, **d2t})
+    reduced = DraftModel.load(folder, target, torch.float32, CPU)
+    features = torch.randn(9, config["hidden_size"], generator=torch.Generator().manual_seed(5))
+    requests = []
+    for model in (whole, reduced):
+        kv = model.new_context()
+        model.write_context([ContextRows(kv, 0, features)])
+        requests.append(BlockRequest(kv, 9, 11, config["block_size"] - 1))
+    among = whole.block_logits(requests[:1])[:, tokens]
+    torch.testing.assert_close(reduced.block_logits(requests[1:]), among, rtol=1e-4, atol=1e-4)
+    assert reduced.draft(requests[1:])[0].tokens == tokens[among.argmax(dim=-1)].tolist()
+
+
+@pytest.mark.parametrize("tokens", [[3, 2, 9], [3, 3, 9], [-1, 2, 9], [1, 2, 4096]])
+def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, tokens: list[int]) -> None:
+    config = draft_config(draft_vocab_size=3)
+    tensors = {**draft_tensors(config), "d2t": torch.tensor(tokens) - torch.arange(3)}
+    folder = write_draft(tmp_path / "draft", config, tensors)
+    with pytest.raises(StartupError, match="d2t"):
+        DraftModel.load(folder, write_target(tmp_path / "target"), torch.float32, CPU)
