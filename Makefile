@@ -26,7 +26,8 @@ demo: setup model
 	$(BIN)/tandem demo --config configs/demo.yaml
 
 bench: setup model
-	$(BIN)/tandem bench --config configs/demo.yaml --modes off,block --concurrency 1,4,16 --json bench.json
+	$(BIN)/tandem bench --config configs/demo.yaml --modes off,block --concurrency 1,4,16 \
+	  --prompts 16 --max-tokens 64 --json bench.json
 
 lossless: setup model
 	$(BIN)/python -m benchmarks.lossless --json benchmarks/results/lossless.json

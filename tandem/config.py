@@ -118,8 +118,6 @@ class DrafterConfig(_ComputeSection):
     """The verifier to dial."""
     name: str = "drafter"
     """For logs and metrics."""
-    omp_spin_count: int = Field(default=2000, ge=0)
-    """As the verifier's; short, since a thread that spins after a draft delays the draft's way to the verifier."""
     reconnect_max_seconds: float = Field(default=5.0, gt=0)
     """Longest pause between attempts to reach the verifier."""
 
