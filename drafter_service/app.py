@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 
 import grpc
@@ -37,6 +38,8 @@ async def run_drafter(config: StackConfig) -> None:
     metrics = DrafterMetrics(registry)
 
     model = load_draft_model(config.draft_model, config.target, section)
+    # What was loaded lives as long as the process: collections need not look at it.
+    gc.freeze()
     link = VerifierLink(
         verifier=section.verifier,
         registration=speculation_pb2.Registration(

@@ -107,6 +107,9 @@ class VerifierConfig(_ComputeSection):
     """Prompt tokens of one step at most: a longer prompt is prefilled in chunks, so that others keep streaming."""
     draft_timeout_ms: float = Field(default=200.0, gt=0)
     """A draft later than this is not waited for: the sequence takes a plain step."""
+    overlap_drafting: bool = True
+    """Verify some sequences while others are drafted for. False where drafter and verifier share the same cores: a step
+    then waits for all drafts, and the two never run at once."""
 
 
 class DrafterConfig(_ComputeSection):

@@ -1,6 +1,7 @@
 """Wiring of the verifier: model, engine, servers, signals."""
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -53,6 +54,8 @@ async def run_verifier(config: StackConfig) -> None:
     engine, info, speculation = await loop.run_in_executor(compute, build, config, registry)
     verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
     speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
+    # What was loaded lives as long as the process: collections need not look at it.
+    gc.freeze()
     running = loop.run_in_executor(compute, engine.run)
     await server.start()
     await health.set_ready(True)
@@ -93,6 +96,7 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
         max_waiting=section.max_waiting_sequences,
         max_prefill_rows=section.max_prefill_rows,
         draft_timeout_seconds=section.draft_timeout_ms / 1000,
+        overlap=section.overlap_drafting,
     )
     shape = None
     if features:

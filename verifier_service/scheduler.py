@@ -1,8 +1,9 @@
 """Which sequences step now. Pure Python: knows no tensors and no RPC.
 
 A sequence with more than one uncommitted token is prefilling, in chunks; with exactly one (its anchor) it decodes, with
-the nodes of its draft if it has one. Both kinds of rows share a step. Sequences whose drafts are still on their way are
-left out while others can step, so drafting one cohort overlaps with verifying another.
+the nodes of its draft if it has one. Both kinds of rows share a step. With overlap, sequences whose drafts are still on
+their way are left out while others can step, so drafting one cohort overlaps with verifying another. Without, a step
+waits for all drafts: better where drafter and verifier share the same cores.
 """
 
 from collections import deque
@@ -19,7 +20,13 @@ class Scheduler:
     """Admission, chunked prefill, continuous batching, preemption by recompute."""
 
     def __init__(
-        self, kv: KvCache, max_running: int, max_waiting: int, max_prefill_rows: int, draft_timeout_seconds: float
+        self,
+        kv: KvCache,
+        max_running: int,
+        max_waiting: int,
+        max_prefill_rows: int,
+        draft_timeout_seconds: float,
+        overlap: bool,
     ):
         self.kv = kv
         self.waiting: deque[Sequence] = deque()
@@ -29,6 +36,7 @@ class Scheduler:
         self._max_waiting = max_waiting
         self._max_prefill_rows = max_prefill_rows
         self._draft_timeout = draft_timeout_seconds
+        self._overlap = overlap
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; Overloaded if the queue is full."""
@@ -47,12 +55,15 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step. Admits, reserves the blocks of every row, preempts the newest if there is no room."""
         self._admit()
+        awaited = {s: self._deadline(s) for s in self.running if self._deadline(s) > now}
+        wake_at = min(awaited.values(), default=None)
+        if awaited and not self._overlap:
+            return StepPlan(wake_at=wake_at)
         preempted: list[Sequence] = []
         segments: list[Segment] = []
         prefill_rows = self._max_prefill_rows
-        wake_at: float | None = None
         for sequence in list(self.running):
-            if sequence in preempted:
+            if sequence in preempted or sequence in awaited:
                 continue
             if sequence.uncommitted > 1:
                 count = min(sequence.uncommitted, prefill_rows)
@@ -61,13 +72,8 @@ class Scheduler:
                 segment = self._segment(sequence, count, None, preempted)
                 prefill_rows -= count if segment else 0
             else:
-                pending = sequence.pending
-                if pending and pending.draft is None:
-                    deadline = pending.requested_at + self._draft_timeout
-                    if now < deadline:
-                        wake_at = min(deadline, wake_at or deadline)
-                        continue
-                segment = self._segment(sequence, 1, pending.draft if pending else None, preempted)
+                draft = sequence.pending.draft if sequence.pending else None
+                segment = self._segment(sequence, 1, draft, preempted)
             if segment:
                 segments.append(segment)
         segments = [s for s in segments if s.sequence not in preempted]
@@ -77,6 +83,11 @@ class Scheduler:
         """AssertionError unless every running sequence has room for what it committed and nobody else holds blocks."""
         self.kv.audit({s.id: s.committed for s in self.running})
         assert not set(map(id, self.running)) & set(map(id, self.waiting)), "a sequence is running and waiting"
+
+    def _deadline(self, sequence: Sequence) -> float:
+        """Until when the sequence waits for its draft; 0 if it does not."""
+        pending = sequence.pending
+        return pending.requested_at + self._draft_timeout if pending and pending.draft is None else 0.0
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_running:

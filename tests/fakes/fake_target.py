@@ -167,12 +167,13 @@ class Bench:
         max_waiting: int = 64,
         max_prefill_rows: int = 16,
         draft_timeout: float = 5.0,
+        overlap: bool = True,
     ):
         self.registry = CollectorRegistry()
         metrics = VerifierMetrics(self.registry)
         self.runner = FakeRunner(blocks, block_tokens)
         kv = KvCache(blocks, block_tokens)
-        self.scheduler = Scheduler(kv, max_running, max_waiting, max_prefill_rows, draft_timeout)
+        self.scheduler = Scheduler(kv, max_running, max_waiting, max_prefill_rows, draft_timeout, overlap)
         shape = DraftShape(max_nodes=BLOCK_SIZE - 1, feature_bytes=1)
         self.engine = Engine(
             self.scheduler, self.runner, Drafting(shape, kv, self.runner.read_features, metrics), metrics

@@ -154,6 +154,22 @@ def test_a_resumed_generation_goes_on_where_it_was(bench: Bench) -> None:
     drafter.leave()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_without_overlap_a_step_waits_for_all_drafts(overlap: bool) -> None:
+    bench = Bench(overlap=overlap)
+    drafter = FakeDrafter(bench.engine)
+    answers = [bench.submit([i], 40) for i in range(4)]
+    for i, answer in enumerate(answers):
+        assert answer.wait().tokens == continuation([i], 40)
+    decodes = [step for step in bench.runner.steps if all(len(s.token_ids) == 1 for s in step)]
+    undrafted = [s for step in decodes for s in step if s.nodes == 0 and s.sequence.remaining > 1]
+    assert not undrafted, "a sequence stepped without the draft it could have waited for"
+    if not overlap:
+        assert max(len(step) for step in decodes) == 4
+    drafter.leave()
+    bench.close()
+
+
 def test_a_late_drafter_costs_one_timeout_and_returns_when_it_answers() -> None:
     bench = Bench(draft_timeout=0.05)
     drafter = FakeDrafter(bench.engine)
@@ -277,7 +293,9 @@ def test_stop_ends_live_sequences_as_unavailable() -> None:
 def test_random_histories(seed: int) -> None:
     """Little room, aborts, drafters that come, go and err: every stream that ends by itself is the plain loop's."""
     rng = random.Random(seed)
-    bench = Bench(blocks=rng.choice([14, 20, 40]), max_running=rng.choice([2, 5]), draft_timeout=0.02)
+    bench = Bench(
+        blocks=rng.choice([14, 20, 40]), max_running=rng.choice([2, 5]), draft_timeout=0.02, overlap=seed % 2 == 0
+    )
     edits = [lambda r: r, wrong, half_right]
     drafters: list[FakeDrafter] = []
     jobs = []
