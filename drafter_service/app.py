@@ -11,12 +11,13 @@ from prometheus_client import CollectorRegistry
 from drafter_service.drafter import Drafter
 from drafter_service.loading import load_draft_model
 from drafter_service.metrics import DrafterMetrics
-from drafter_service.verifier_link import PROTOCOL_VERSION, VerifierLink
+from drafter_service.verifier_link import VerifierLink
 from tandem.checkpoints.folder import fingerprint
 from tandem.config import StackConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
 from tandem.rpc import Health, bind, server_options, wait_for_signal
+from tandem.speculation import PROTOCOL_VERSION
 from tandem.v1 import speculation_pb2
 
 logger = logging.getLogger(__name__)

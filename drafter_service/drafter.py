@@ -9,9 +9,10 @@ import torch
 from drafter_service.context_kv import ContextKV
 from drafter_service.context_store import ContextStore
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
-from drafter_service.messages import Answer, Context, DraftRequest, Gap, ProtocolError, Round, SequenceDraft
+from drafter_service.messages import Answer, Gap, ProtocolError
 from drafter_service.metrics import DrafterMetrics
 from tandem.draft_tree import Draft
+from tandem.speculation import Context, DraftRequest, Round, SequenceDraft
 
 # Features are read in place from received messages, which are never written to.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)

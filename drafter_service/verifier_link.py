@@ -9,15 +9,14 @@ from typing import Any, Protocol
 
 import grpc
 
-from drafter_service.messages import Answer, Context, DraftRequest, ProtocolError, Round
+from drafter_service.messages import Answer, ProtocolError
 from drafter_service.metrics import DrafterMetrics
 from tandem.rpc import channel_options
+from tandem.speculation import Context, DraftRequest, Round
 from tandem.v1 import speculation_pb2 as pb
 from tandem.v1 import speculation_pb2_grpc
 
 logger = logging.getLogger(__name__)
-
-PROTOCOL_VERSION = 1
 
 _FIRST_PAUSE_SECONDS = 0.1
 _REGISTRATION_TIMEOUT_SECONDS = 10.0

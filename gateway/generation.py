@@ -18,8 +18,9 @@ from gateway.resuming_stream import ResumingStream
 from gateway.sessions import Sessions
 from gateway.tokenizer import TargetTokenizer
 from gateway.validation import TargetInfo, check_lengths, check_request, check_tokenize, check_turns, prompt_too_long
-from gateway.verifier_client import Emission, SequenceRequest, SpeculationCounts, StepTiming, VerifierClient
+from gateway.verifier_client import Emission, SequenceRequest, SpeculationCounts, VerifierClient
 from tandem.sampling import SamplingParams
+from tandem.step_timing import StepTiming
 
 logger = logging.getLogger(__name__)
 

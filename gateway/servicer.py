@@ -16,7 +16,7 @@ from gateway.requests import GenerationRequest, SamplingChoice, StoppingChoice
 from gateway.sessions import SessionBusy, SessionNotFound, Sessions
 from gateway.speculation_modes import mode_name, mode_number
 from gateway.tokenizer import TargetTokenizer
-from gateway.verifier_client import StepTiming, VerifierClient, VerifierFailed
+from gateway.verifier_client import VerifierClient, VerifierFailed
 from tandem import __version__
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
 from tandem.rpc import to_status
@@ -202,20 +202,8 @@ def _response(update: Update, with_timing: bool) -> generation_pb2.GenerateRespo
         text=piece.text,
         token_ids=piece.token_ids,
         log_probs=piece.log_probs,
-        step_timing=_timing(update.timing) if update.timing and with_timing else None,
+        step_timing=update.timing.to_proto() if update.timing and with_timing else None,
         final=_final(update.end) if update.end else None,
-    )
-
-
-def _timing(timing: StepTiming) -> generation_pb2.StepTiming:
-    return generation_pb2.StepTiming(
-        draft_us=timing.draft_us,
-        transfer_us=timing.transfer_us,
-        verify_us=timing.verify_us,
-        host_us=timing.host_us,
-        rows=timing.rows,
-        drafted=timing.drafted,
-        accepted=timing.accepted,
     )
 
 

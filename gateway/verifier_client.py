@@ -14,6 +14,7 @@ from gateway.validation import TargetInfo
 from tandem.errors import FieldViolation, InvalidRequest, Overloaded, Unavailable
 from tandem.rpc import channel_options, field_violations, retry_after_seconds
 from tandem.sampling import SamplingParams
+from tandem.step_timing import StepTiming
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -42,19 +43,6 @@ class SequenceRequest:
     stop_token_ids: frozenset[int]
     speculation_mode: str
     log_probs: bool
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Where one step's time went; see the proto."""
-
-    draft_us: int
-    transfer_us: int
-    verify_us: int
-    host_us: int
-    rows: int
-    drafted: int
-    accepted: int
 
 
 @dataclass
@@ -243,8 +231,7 @@ def _to_proto(sequence: SequenceRequest, generated: Sequence[int]) -> verificati
 def _emission(message: verification_pb2.VerifierServiceGenerateResponse) -> Emission:
     timing, end = None, None
     if message.HasField("step_timing"):
-        t = message.step_timing
-        timing = StepTiming(t.draft_us, t.transfer_us, t.verify_us, t.host_us, t.rows, t.drafted, t.accepted)
+        timing = StepTiming.from_proto(message.step_timing)
     if message.HasField("final"):
         final, s = message.final, message.final.speculation
         counts = SpeculationCounts(

@@ -35,9 +35,9 @@ from tandem.client_types import (
     Prompt,
     Session,
     Speculation,
-    StepTiming,
 )
 from tandem.rpc import channel_options
+from tandem.step_timing import StepTiming
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [

@@ -15,9 +15,9 @@ from tandem.client_types import (
     Prompt,
     Session,
     Speculation,
-    StepTiming,
 )
 from tandem.rpc import field_violations, retry_after_seconds
+from tandem.step_timing import StepTiming
 from tandem.v1 import generation_pb2
 
 _MODES = {
@@ -173,8 +173,7 @@ def chunk_of(response: generation_pb2.GenerateResponse) -> Chunk:
     """What a response streamed."""
     timing = None
     if response.HasField("step_timing"):
-        t = response.step_timing
-        timing = StepTiming(t.draft_us, t.transfer_us, t.verify_us, t.host_us, t.rows, t.drafted, t.accepted)
+        timing = StepTiming.from_proto(response.step_timing)
     return Chunk(response.text, list(response.token_ids), list(response.log_probs), timing)
 
 

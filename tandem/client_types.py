@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tandem.step_timing import StepTiming
+
 Speculation = Literal["default", "off", "block"]
 
 
@@ -18,22 +20,6 @@ class Message:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Raw text, token ids, or a conversation."""
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Where one verify step's time went, in microseconds, and what it did."""
-
-    draft_us: int
-    transfer_us: int
-    verify_us: int
-    host_us: int
-    rows: int
-    """Rows of the step, all sequences together."""
-    drafted: int
-    """Draft tokens verified for this generation."""
-    accepted: int
-    """Of those, accepted."""
 
 
 @dataclass(frozen=True)

@@ -8,40 +8,10 @@ again after a gap are all the same rule with another `sent`.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tandem.speculation import Round
+
 FEATURE_CHUNK_BYTES = 2 * 2**20
 """Most bytes of features in one round: a long prompt's features go in pieces, so that drafts are not stuck behind."""
-
-
-@dataclass(frozen=True)
-class Context:
-    """Features of consecutive committed positions."""
-
-    sequence_id: int
-    epoch: int
-    start: int
-    count: int
-    features: bytes
-    """count x hidden_size values, row-major, in the verifier's dtype."""
-
-
-@dataclass(frozen=True)
-class DraftRequest:
-    """A draft wanted now."""
-
-    sequence_id: int
-    epoch: int
-    base_position: int
-    anchor: int
-    max_nodes: int
-
-
-@dataclass(frozen=True)
-class Round:
-    """Work for a drafter."""
-
-    contexts: list[Context]
-    requests: list[DraftRequest]
-    released: list[int]
 
 
 @dataclass(eq=False)

@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tandem.draft_tree import Draft
-from verifier_service.drafters import FEATURE_CHUNK_BYTES, Context, Drafter, DrafterPool, DraftRequest, Round
+from tandem.speculation import Context, DraftRequest, Round, SequenceDraft
+from verifier_service.drafters import FEATURE_CHUNK_BYTES, Drafter, DrafterPool
 from verifier_service.kv_cache import KvCache
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.sequence import PendingDraft, Sequence
@@ -27,16 +27,6 @@ class DraftShape:
     """Nodes of a draft at most: block size less one."""
     feature_bytes: int
     """Bytes of one feature."""
-
-
-@dataclass(frozen=True)
-class SequenceDraft:
-    """A draft for one sequence."""
-
-    sequence_id: int
-    epoch: int
-    base_position: int
-    draft: Draft
 
 
 @dataclass(frozen=True)

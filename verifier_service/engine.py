@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tandem.errors import Overloaded, Unavailable, invalid
+from tandem.step_timing import StepTiming
 from verifier_service.drafters import Drafter
 from verifier_service.drafting import Drafting, DraftReply
-from verifier_service.load import Load, RecentSteps, StepTiming, Totals
+from verifier_service.load import Load, RecentSteps, Totals
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import FinishReason, PendingDraft, Sequence, SequenceRequest

@@ -5,25 +5,7 @@ from collections import deque
 from dataclasses import dataclass, fields
 from statistics import median
 
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Where the time between two emissions of a sequence went, microseconds."""
-
-    draft_us: int
-    """The drafter's own compute."""
-    transfer_us: int
-    """From asking for the draft to having it, less draft_us."""
-    verify_us: int
-    """The target's forward, shared by all sequences of the step."""
-    host_us: int
-    """The rest: sampling, acceptance, features, bookkeeping, other sequences' steps."""
-    rows: int
-    """Rows of the step."""
-    drafted: int
-    """Nodes verified for this sequence."""
-    accepted: int
-    """Of those, accepted."""
+from tandem.step_timing import StepTiming
 
 
 @dataclass

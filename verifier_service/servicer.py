@@ -13,7 +13,6 @@ from tandem.rpc import abort_with, domain_errors
 from tandem.sampling import SamplingParams
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.engine import Emission, Engine
-from verifier_service.load import StepTiming
 from verifier_service.sequence import FinishReason, Sequence, SequenceRequest
 
 _MODES = {
@@ -86,8 +85,8 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             kv_blocks_cached=load.kv_cached,
             kv_blocks_total=load.kv_total,
             drafters=load.drafters,
-            median_drafted_step=_timing_to_proto(load.drafted_step),
-            median_plain_step=_timing_to_proto(load.plain_step),
+            median_drafted_step=load.drafted_step.to_proto() if load.drafted_step else None,
+            median_plain_step=load.plain_step.to_proto() if load.plain_step else None,
             emitted_tokens=load.totals.emitted,
             drafts=load.totals.drafts,
             drafted_tokens=load.totals.drafted,
@@ -194,7 +193,7 @@ def _to_proto(emission: Emission) -> verification_pb2.VerifierServiceGenerateRes
     return verification_pb2.VerifierServiceGenerateResponse(
         token_ids=emission.token_ids,
         log_probs=emission.log_probs,
-        step_timing=_timing_to_proto(emission.timing),
+        step_timing=emission.timing.to_proto() if emission.timing else None,
         cached_prompt_tokens=emission.sequence.cached_prompt_tokens,
         final=_final(emission.sequence) if emission.finish_reason else None,
     )
@@ -218,18 +217,4 @@ def _final(sequence: Sequence) -> verification_pb2.SequenceFinal:
             accepted_tokens=counts.accepted,
             accepted_per_position=counts.accepted_per_position,
         ),
-    )
-
-
-def _timing_to_proto(timing: StepTiming | None) -> generation_pb2.StepTiming | None:
-    if timing is None:
-        return None
-    return generation_pb2.StepTiming(
-        draft_us=timing.draft_us,
-        transfer_us=timing.transfer_us,
-        verify_us=timing.verify_us,
-        host_us=timing.host_us,
-        rows=timing.rows,
-        drafted=timing.drafted,
-        accepted=timing.accepted,
     )

@@ -11,14 +11,14 @@ import grpc
 from tandem.draft_tree import Draft, InvalidDraft
 from tandem.errors import invalid
 from tandem.rpc import abort_with
+from tandem.speculation import PROTOCOL_VERSION, Round, SequenceDraft
 from tandem.v1 import speculation_pb2, speculation_pb2_grpc
-from verifier_service.drafters import Drafter, Round
-from verifier_service.drafting import DraftReply, SequenceDraft
+from verifier_service.drafters import Drafter
+from verifier_service.drafting import DraftReply
 from verifier_service.engine import Engine
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL_VERSION = 1
 _FEATURE_DTYPES = {
     "bfloat16": speculation_pb2.FEATURE_DTYPE_BFLOAT16,
     "float32": speculation_pb2.FEATURE_DTYPE_FLOAT32,
@@ -127,7 +127,7 @@ def _to_message(work: Round) -> speculation_pb2.VerifierMessage:
                 speculation_pb2.SequenceContext(
                     sequence_id=c.sequence_id,
                     epoch=c.epoch,
-                    start_position=c.start,
+                    start_position=c.start_position,
                     count=c.count,
                     features=c.features,
                 )
@@ -143,7 +143,7 @@ def _to_message(work: Round) -> speculation_pb2.VerifierMessage:
                 )
                 for r in work.requests
             ],
-            released_sequence_ids=work.released,
+            released_sequence_ids=work.released_sequence_ids,
         )
     )
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from tandem.draft_tree import Draft, walk
-from verifier_service.drafters import Drafter, Round
-from verifier_service.drafting import Drafting, DraftReply, DraftShape, SequenceDraft
+from tandem.speculation import Round, SequenceDraft
+from verifier_service.drafters import Drafter
+from verifier_service.drafting import Drafting, DraftReply, DraftShape
 from verifier_service.engine import Emission, Engine
 from verifier_service.kv_cache import KvCache
 from verifier_service.metrics import VerifierMetrics
@@ -124,10 +125,10 @@ class FakeDrafter:
             epoch, held = self.held.get(context.sequence_id, (context.epoch, []))
             if context.epoch > epoch:
                 epoch, held = context.epoch, []
-            if context.start > len(held):
-                self.faults.append(f"sequence {context.sequence_id}: {context.start} after {len(held)}")
-            self.held[context.sequence_id] = (epoch, held[: context.start] + list(context.features))
-        for sequence_id in work.released:
+            if context.start_position > len(held):
+                self.faults.append(f"sequence {context.sequence_id}: {context.start_position} after {len(held)}")
+            self.held[context.sequence_id] = (epoch, held[: context.start_position] + list(context.features))
+        for sequence_id in work.released_sequence_ids:
             if self.held.pop(sequence_id, None) is None:
                 self.faults.append(f"sequence {sequence_id} was released and never sent")
 

@@ -6,8 +6,9 @@ from prometheus_client import CollectorRegistry
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from drafter_service.drafter import Drafter
-from drafter_service.messages import Context, DraftRequest, Gap, ProtocolError, Round
+from drafter_service.messages import Gap, ProtocolError
 from drafter_service.metrics import DrafterMetrics
+from tandem.speculation import Context, DraftRequest, Round
 from tests.fakes.draft_folders import HIDDEN, VOCAB, draft_config, draft_tensors, write_draft, write_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")

@@ -12,12 +12,12 @@ from gateway.verifier_client import (
     SequenceEnd,
     SequenceRequest,
     SpeculationCounts,
-    StepTiming,
     VerifierFailed,
     VerifierLost,
 )
 from tandem.errors import Overloaded, Unavailable
 from tandem.sampling import SamplingParams
+from tandem.step_timing import StepTiming
 
 REQUEST = SequenceRequest("id", [1, 2], SamplingParams(), 6, frozenset({99}), "default", False)
 

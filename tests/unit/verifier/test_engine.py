@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
+from tandem.speculation import SequenceDraft
 from tests.fakes.fake_target import BLOCK_SIZE, VOCAB, Bench, FakeDrafter, continuation
-from verifier_service.drafting import DraftReply, SequenceDraft
+from verifier_service.drafting import DraftReply
 from verifier_service.sequence import FinishReason
 
 

@@ -1,0 +1,49 @@
+"""What drafter and verifier tell each other, as plain data; protos/tandem/v1/speculation.proto is its wire form."""
+
+from dataclasses import dataclass
+
+from tandem.draft_tree import Draft
+
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """Features of consecutive committed positions of one sequence."""
+
+    sequence_id: int
+    epoch: int
+    start_position: int
+    count: int
+    features: bytes
+    """count x hidden_size values, row-major, in the verifier's feature dtype."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """A draft wanted now, behind the sequence's first base_position positions."""
+
+    sequence_id: int
+    epoch: int
+    base_position: int
+    anchor: int
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """Work for a drafter, in this order: contexts, requests, releases."""
+
+    contexts: list[Context]
+    requests: list[DraftRequest]
+    released_sequence_ids: list[int]
+
+
+@dataclass(frozen=True)
+class SequenceDraft:
+    """The answer to one request."""
+
+    sequence_id: int
+    epoch: int
+    base_position: int
+    draft: Draft
