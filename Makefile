@@ -30,7 +30,7 @@ bench: setup model
 	  --prompts 16 --max-tokens 64 --json bench.json
 
 lossless: setup model
-	$(BIN)/python -m benchmarks.lossless --json benchmarks/results/lossless.json
+	$(BIN)/python -m benchmarks.lossless --json bench-lossless.json
 
 test: setup model lint types check-protos
 	$(BIN)/python -m pytest
