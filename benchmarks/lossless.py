@@ -18,7 +18,7 @@ import yaml
 from tandem.bench.machine import machine_line
 from tandem.cli.local_stack import local_stack
 from tandem.client import AsyncClient, Message
-from tandem.prompts import load_prompts
+from tandem.prompts import load_prompts, mixed_prompts
 
 SEEDS = (1, 2, 3)
 TEMPERATURES = (0.0, 0.8)
@@ -93,7 +93,7 @@ def divergences(plain: dict[Case, Output], drafted: dict[Case, Output]) -> list[
 
 async def measure(config: Path, dtype: str, count: int, max_tokens: int) -> dict[str, object]:
     """Run the matrix on a stack of its own; returns the summary."""
-    prompts = load_prompts()[:count]
+    prompts = mixed_prompts(min(count, len(load_prompts())))
     messages = {p.id: [Message(t.role, t.content) for t in p.messages] for p in prompts}
     cases = [Case(p.id, t, s) for p in prompts for t in TEMPERATURES for s in SEEDS]
     summary: dict[str, object] = {"dtype": dtype, "cases": len(cases), "max_tokens": max_tokens, "batches": {}}
