@@ -10,6 +10,7 @@ import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -33,6 +34,11 @@ def _folder(value: str | Path, info: ValidationInfo) -> Path:
     if not (path / "config.json").is_file():
         raise ValueError(f"no config.json in {path}")
     return path
+
+
+def _yaml_off(value: object) -> object:
+    """YAML reads a bare `off` as false."""
+    return "off" if value is False else value
 
 
 Address = Annotated[str, AfterValidator(_address)]
@@ -91,7 +97,7 @@ class VerifierConfig(_ComputeSection):
     listen: Address = "127.0.0.1:7601"
     name: str = "verifier"
     """For logs and drafters."""
-    speculation_mode: Literal["off", "block"] = "block"
+    speculation_mode: Annotated[Literal["off", "block"], BeforeValidator(_yaml_off)] = "block"
     """What requests that name no mode get."""
     max_context: int | None = Field(default=None, ge=2)
     """Tokens a sequence may hold; unset is the target's max_position_embeddings."""

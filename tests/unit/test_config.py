@@ -33,6 +33,12 @@ def test_paths_are_relative_to_the_file(folder: Path, monkeypatch: pytest.Monkey
     assert config.gateway.verifier == config.verifier.listen == config.drafter.verifier
 
 
+def test_a_bare_off_is_the_mode(folder: Path) -> None:
+    """YAML reads it as false."""
+    path = write(folder, "target: target\nverifier:\n  speculation_mode: off\n")
+    assert load_config(path).verifier.speculation_mode == "off"
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
