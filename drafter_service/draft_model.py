@@ -6,7 +6,6 @@ position. Committed positions enter as keys and values of their features only: t
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from drafter_service.context_kv import ContextKV
 from drafter_service.draft_weights import DraftWeights, LayerWeights, load_weights
 from tandem.checkpoints.draft_config import DraftConfig, DraftLayer
+from tandem.layers.argmax import argmax_rows
 from tandem.layers.norm import rms_norm
 from tandem.layers.rope import apply_rope, rope_table
 
@@ -103,7 +103,7 @@ class DraftModel:
     def draft(self, requests: Sequence[BlockRequest]) -> list[Proposals]:
         """One forward over the blocks of all requests, which are of different sequences; greedy in every slot."""
         logits = self.block_logits(requests)
-        tokens = _argmax(logits)
+        tokens = argmax_rows(logits)
         best = logits.gather(-1, tokens[:, None])[:, 0]
         log_probs = best - logits.logsumexp(dim=-1)
         if self._weights.draft_tokens is not None:
@@ -185,15 +185,6 @@ class DraftModel:
 
 def _at_least_min_rows(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, _MIN_ROWS - len(x))) if len(x) < _MIN_ROWS else x
-
-
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """x [rows, columns] -> [rows], the first of equals. Torch's max with indices is slow on CPU over long rows (190 us
-    for 7 x 49152); maxima of short pieces without indices first are not (40 us)."""
-    pieces = x.view(len(x), -1, math.gcd(x.shape[1], 128))
-    piece = pieces.amax(dim=-1).argmax(dim=-1)
-    inside = pieces[torch.arange(len(x), device=x.device), piece].argmax(dim=-1)
-    return piece * pieces.shape[-1] + inside
 
 
 class _SequenceAttention:

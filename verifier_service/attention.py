@@ -42,8 +42,7 @@ def plan_attention(
     segments: list[Segment], block_tokens: int, heads_per_kv_head: int, dtype: torch.dtype, device: torch.device
 ) -> list[AttentionGroup]:
     """Group a step's segments. Rows of a segment are causal: each sees the prefix and the rows before it."""
-    tile = max(_KEY_TILE.get(dtype, block_tokens), block_tokens)
-    tile = math.lcm(tile, block_tokens)
+    tile = math.lcm(_KEY_TILE.get(dtype, block_tokens), block_tokens)
     groups: dict[tuple[int, int], list[tuple[int, Segment]]] = {}
     first_row = 0
     for segment in segments:

@@ -31,8 +31,6 @@ class Runner(Protocol):
 
     def run(self, segments: list[Segment]) -> StepResult: ...
 
-    def read_features(self, blocks: list[int], start: int, count: int) -> bytes: ...
-
 
 @dataclass(frozen=True)
 class Emission:

@@ -5,6 +5,7 @@ import time
 import torch
 
 from tandem.draft_tree import walk
+from tandem.layers.argmax import argmax_rows
 from tandem.sampling import SamplingParams
 from verifier_service.attention import plan_attention
 from verifier_service.features import FeaturePool, FeatureProjection
@@ -143,7 +144,7 @@ def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:
     request = segment.sequence.request
     tokens = len(segment.token_ids)
     next_position = segment.start + tokens
-    greedy = logits.max(dim=-1).indices.tolist() if request.sampling.greedy else None
+    greedy = argmax_rows(logits).tolist() if request.sampling.greedy else None
 
     def choose(index: int, depth: int) -> int:
         return greedy[index] if greedy else sample(logits[index], request.sampling, next_position + depth)

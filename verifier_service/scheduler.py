@@ -7,7 +7,6 @@ waits for all drafts: better where drafter and verifier share the same cores.
 """
 
 from collections import deque
-from collections.abc import Iterable
 
 from tandem.draft_tree import Draft
 from tandem.errors import Overloaded
@@ -55,7 +54,7 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step. Admits, reserves the blocks of every row, preempts the newest if there is no room."""
         self._admit()
-        awaited = {s: self._deadline(s) for s in self.running if self._deadline(s) > now}
+        awaited = {s: deadline for s in self.running if (deadline := self._deadline(s)) > now}
         wake_at = min(awaited.values(), default=None)
         if awaited and not self._overlap:
             return StepPlan(wake_at=wake_at)
@@ -108,7 +107,7 @@ class Scheduler:
         if draft and not self.kv.reserve(sequence.id, end + len(draft)):
             draft = None
         while not self.kv.reserve(sequence.id, end):
-            victim = self._newest(exclude=preempted)
+            victim = self.running[-1]
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
@@ -121,9 +120,6 @@ class Scheduler:
             samples=end == len(sequence.tokens),
             blocks=self.kv.table(sequence.id),
         )
-
-    def _newest(self, exclude: Iterable[Sequence]) -> Sequence:
-        return next(s for s in reversed(self.running) if s not in exclude)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Start over later: the tokens so far become its prompt. Chosen tokens stay chosen."""

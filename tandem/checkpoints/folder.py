@@ -40,7 +40,7 @@ class CheckpointFolder:
 
     def check_all_read(self, ignore_suffixes: tuple[str, ...] = ()) -> None:
         """StartupError if the folder holds a tensor that nothing asked for."""
-        extra = sorted(n for n in set(self._files) - self._read if not n.endswith(ignore_suffixes or ("\0",)))
+        extra = sorted(n for n in set(self._files) - self._read if not n.endswith(ignore_suffixes))
         if extra:
             raise StartupError(f"{self._files[extra[0]]}: unexpected tensor {extra[0]} ({len(extra)} in all)")
 

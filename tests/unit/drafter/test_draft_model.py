@@ -9,7 +9,8 @@ from dflash.model import DFlashDraftModel
 from safetensors.torch import load_file
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
-from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel, _argmax
+from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from tandem.layers.argmax import argmax_rows
 from tests.fakes import tiny_models
 from tests.fakes.draft_folders import HIDDEN, VOCAB, draft_config, draft_tensors, write_draft, write_target
 
@@ -231,4 +232,4 @@ def test_argmax_takes_the_first_of_equals() -> None:
     generator = torch.Generator().manual_seed(0)
     for columns in (VOCAB, 49152, 1000, 641, 7):
         x = torch.randint(0, 50, (9, columns), generator=generator).float()
-        assert torch.equal(_argmax(x), torch.stack([(row == row.max()).nonzero()[0, 0] for row in x]))
+        assert torch.equal(argmax_rows(x), torch.stack([(row == row.max()).nonzero()[0, 0] for row in x]))

@@ -1,0 +1,14 @@
+"""The largest logit of each row."""
+
+import math
+
+import torch
+
+
+def argmax_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, columns] -> [rows], the first of equals. Torch's max with indices is slow on CPU over long rows (190 us
+    for 7 x 49152); maxima of short pieces without indices first are not (40 us)."""
+    pieces = x.view(len(x), -1, math.gcd(x.shape[1], 128))
+    piece = pieces.amax(dim=-1).argmax(dim=-1)
+    inside = pieces[torch.arange(len(x), device=x.device), piece].argmax(dim=-1)
+    return piece * pieces.shape[-1] + inside
