@@ -1,13 +1,14 @@
 """Runs one step of the target: rows to tensors, forward, sampling and walk, features of what was committed."""
 
 import time
+from functools import partial
 
 import torch
 
 from tandem.draft_tree import walk
 from tandem.layers.argmax import argmax_rows
 from tandem.sampling import SamplingParams
-from verifier_service.attention import plan_attention
+from verifier_service.attention import attend, plan_attention
 from verifier_service.features import FeaturePool, FeatureProjection
 from verifier_service.kv_cache import PADDING_BLOCK
 from verifier_service.models.llama import ForwardBatch, LlamaModel
@@ -98,7 +99,7 @@ class ModelRunner:
             token_ids=torch.tensor(token_ids).to(self._device),
             positions=torch.tensor(positions).to(self._device),
             slots=torch.cat(slots).to(self._device),
-            groups=groups,
+            attention=partial(attend, groups=groups),
         )
 
     def _slots(self, blocks: list[int], start: int, count: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Llama-family targets (LlamaForCausalLM): GQA, half-split RoPE, SwiGLU, RMSNorm."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from tandem.errors import StartupError
 from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
 from tandem.layers.rope import RopeConfig, apply_rope, rope_table
-from verifier_service.attention import AttentionGroup, attend
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class ForwardBatch:
     """[rows] int64."""
     slots: torch.Tensor
     """[rows] int64: KV slot (block * block_tokens + offset) each row's key and value are written to."""
-    groups: list[AttentionGroup]
+    attention: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    """Attention of the queries [rows, heads, head_dim] over one layer's KV pool -> [rows, heads * head_dim]."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class LlamaModel:
             q, k = rotated[:, : c.heads], rotated[:, c.heads :]
             v = qkv[:, c.heads + c.kv_heads :]
             kv[i].flatten(0, 1).index_copy_(0, batch.slots, torch.stack((k, v), dim=1))
-            x = layer.out.added_to(x, attend(q, kv[i], batch.groups))
+            x = layer.out.added_to(x, batch.attention(q, kv[i]))
             gate, up = layer.gate_up(rms_norm(x, layer.post_norm, c.eps)).chunk(2, dim=-1)
             x = layer.down.added_to(x, F.silu(gate) * up)
             if i in tap_layers:
