@@ -1,10 +1,35 @@
 """What drafter and verifier tell each other, as plain data; protos/tandem/v1/speculation.proto is its wire form."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from tandem.draft_tree import Draft
 
 PROTOCOL_VERSION = 1
+
+
+class SpeculationMode(Enum):
+    """How drafts are used for one sequence."""
+
+    OFF = "off"
+    BLOCK = "block"
+    TREE = "tree"
+    AUTO = "auto"
+    """Each step what pays most: a tree of some size, or plain decoding."""
+
+
+class DraftSource(Enum):
+    """What drafts come from."""
+
+    DFLASH = "dflash"
+    NGRAM = "ngram"
+
+
+class DraftShape(Enum):
+    """What a draft looks like."""
+
+    BLOCK = "block"
+    TREE = "tree"
 
 
 @dataclass(frozen=True)
@@ -16,7 +41,9 @@ class Context:
     start_position: int
     count: int
     features: bytes
-    """count x hidden_size values, row-major, in the verifier's feature dtype."""
+    """count x hidden_size values, row-major, in the verifier's feature dtype; empty for an n-gram drafter."""
+    token_ids: tuple[int, ...] = ()
+    """The positions' tokens, for an n-gram drafter only."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +55,7 @@ class DraftRequest:
     base_position: int
     anchor: int
     max_nodes: int
+    shape: DraftShape = DraftShape.BLOCK
 
 
 @dataclass(frozen=True)

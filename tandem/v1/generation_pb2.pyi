@@ -40,6 +40,10 @@ class _SpeculationModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Specu
     """Plain decoding: nothing is drafted, no features are computed or sent."""
     SPECULATION_MODE_BLOCK: _SpeculationMode.ValueType  # 2
     """Blocks: a chain of draft tokens is verified per step."""
+    SPECULATION_MODE_TREE: _SpeculationMode.ValueType  # 3
+    """Trees: the most probable continuations, branching, are verified per step."""
+    SPECULATION_MODE_AUTO: _SpeculationMode.ValueType  # 4
+    """Each step the verifier picks what pays most at that moment: a tree of some size, or plain decoding."""
 
 class SpeculationMode(_SpeculationMode, metaclass=_SpeculationModeEnumTypeWrapper):
     """How drafts are used for one request."""
@@ -50,6 +54,10 @@ SPECULATION_MODE_OFF: SpeculationMode.ValueType  # 1
 """Plain decoding: nothing is drafted, no features are computed or sent."""
 SPECULATION_MODE_BLOCK: SpeculationMode.ValueType  # 2
 """Blocks: a chain of draft tokens is verified per step."""
+SPECULATION_MODE_TREE: SpeculationMode.ValueType  # 3
+"""Trees: the most probable continuations, branching, are verified per step."""
+SPECULATION_MODE_AUTO: SpeculationMode.ValueType  # 4
+"""Each step the verifier picks what pays most at that moment: a tree of some size, or plain decoding."""
 Global___SpeculationMode: _TypeAlias = SpeculationMode  # noqa: Y015
 
 class _FinishReason:
@@ -225,6 +233,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_MODE_FIELD_NUMBER: _builtins.int
     RETURN_STEP_TIMING_FIELD_NUMBER: _builtins.int
     RETURN_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Raw text, encoded as it is: no chat template, no added special tokens. Text that spells a special token stays
     text here as in messages; token_ids can hold special tokens.
@@ -237,6 +246,8 @@ class GenerateRequest(_message.Message):
     """Also return the time each verify step took (GenerateResponse.step_timing)."""
     return_log_probs: _builtins.bool
     """Also return the log-probability of every emitted token under the target, before temperature and filters."""
+    max_draft_nodes: _builtins.int
+    """Draft tokens verified per step at most, 1 to GetModelResponse.max_draft_nodes; unset is that. Ignored by mode OFF."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """A conversation, rendered with the target's chat template. With session_id: the turns to add to it."""
@@ -265,15 +276,20 @@ class GenerateRequest(_message.Message):
         speculation_mode: Global___SpeculationMode.ValueType = ...,
         return_step_timing: _builtins.bool = ...,
         return_log_probs: _builtins.bool = ...,
+        max_draft_nodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt", b"_prompt", "_session_id", b"_session_id", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "_prompt", b"_prompt", "_session_id", b"_session_id", "max_draft_nodes", b"max_draft_nodes", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt", b"_prompt", "_session_id", b"_session_id", "messages", b"messages", "prompt", b"prompt", "return_log_probs", b"return_log_probs", "return_step_timing", b"return_step_timing", "sampling", b"sampling", "session_id", b"session_id", "speculation_mode", b"speculation_mode", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "_prompt", b"_prompt", "_session_id", b"_session_id", "max_draft_nodes", b"max_draft_nodes", "messages", b"messages", "prompt", b"prompt", "return_log_probs", b"return_log_probs", "return_step_timing", b"return_step_timing", "sampling", b"sampling", "session_id", b"session_id", "speculation_mode", b"speculation_mode", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_draft_nodes: _TypeAlias = _typing.Literal["max_draft_nodes"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_nodes: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes"]  # noqa: Y015
     _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
     _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015
     _WhichOneofReturnType__session_id: _TypeAlias = _typing.Literal["session_id"]  # noqa: Y015
     _WhichOneofArgType__session_id: _TypeAlias = _typing.Literal["_session_id", b"_session_id"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_nodes) -> _WhichOneofReturnType__max_draft_nodes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt) -> _WhichOneofReturnType__prompt | None: ...
     @_typing.overload
@@ -753,6 +769,7 @@ class GetModelResponse(_message.Message):
     SPECULATION_MODES_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The target's name."""
     max_context: _builtins.int
@@ -765,6 +782,8 @@ class GetModelResponse(_message.Message):
     """Drafters connected at this moment; with 0, generations run undrafted."""
     version: _builtins.str
     """Release of the gateway."""
+    max_draft_nodes: _builtins.int
+    """Draft tokens a step verifies per request at most; 0 without speculation."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a generation unless ignore_eos."""
@@ -789,10 +808,11 @@ class GetModelResponse(_message.Message):
         speculation_modes: _abc.Iterable[Global___SpeculationMode.ValueType] | None = ...,
         drafters: _builtins.int = ...,
         version: _builtins.str = ...,
+        max_draft_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "default_speculation_mode", b"default_speculation_mode", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "model", b"model", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling", "default_speculation_mode", b"default_speculation_mode", "drafters", b"drafters", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "max_draft_nodes", b"max_draft_nodes", "model", b"model", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

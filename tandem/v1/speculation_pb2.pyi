@@ -51,6 +51,58 @@ FEATURE_DTYPE_FLOAT32: FeatureDtype.ValueType  # 2
 """Little-endian float32."""
 Global___FeatureDtype: _TypeAlias = FeatureDtype  # noqa: Y015
 
+class _DraftSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_SOURCE_UNSPECIFIED: _DraftSource.ValueType  # 0
+    """Read as DRAFT_SOURCE_DFLASH."""
+    DRAFT_SOURCE_DFLASH: _DraftSource.ValueType  # 1
+    """A DFlash or DFlash2 draft model. Contexts carry features."""
+    DRAFT_SOURCE_NGRAM: _DraftSource.ValueType  # 2
+    """The sequence's own text. Contexts carry token ids and no features; the registration's draft-model fields but
+    vocab_size are unset and not compared.
+    """
+
+class DraftSource(_DraftSource, metaclass=_DraftSourceEnumTypeWrapper):
+    """What drafts come from."""
+
+DRAFT_SOURCE_UNSPECIFIED: DraftSource.ValueType  # 0
+"""Read as DRAFT_SOURCE_DFLASH."""
+DRAFT_SOURCE_DFLASH: DraftSource.ValueType  # 1
+"""A DFlash or DFlash2 draft model. Contexts carry features."""
+DRAFT_SOURCE_NGRAM: DraftSource.ValueType  # 2
+"""The sequence's own text. Contexts carry token ids and no features; the registration's draft-model fields but
+vocab_size are unset and not compared.
+"""
+Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
+
+class _DraftShape:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DraftShapeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DraftShape.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DRAFT_SHAPE_UNSPECIFIED: _DraftShape.ValueType  # 0
+    """Read as DRAFT_SHAPE_BLOCK."""
+    DRAFT_SHAPE_BLOCK: _DraftShape.ValueType  # 1
+    """A chain."""
+    DRAFT_SHAPE_TREE: _DraftShape.ValueType  # 2
+    """A tree: the most probable continuations."""
+
+class DraftShape(_DraftShape, metaclass=_DraftShapeEnumTypeWrapper):
+    """What a draft looks like."""
+
+DRAFT_SHAPE_UNSPECIFIED: DraftShape.ValueType  # 0
+"""Read as DRAFT_SHAPE_BLOCK."""
+DRAFT_SHAPE_BLOCK: DraftShape.ValueType  # 1
+"""A chain."""
+DRAFT_SHAPE_TREE: DraftShape.ValueType  # 2
+"""A tree: the most probable continuations."""
+Global___DraftShape: _TypeAlias = DraftShape  # noqa: Y015
+
 @_typing.final
 class DrafterMessage(_message.Message):
     """From a drafter."""
@@ -134,6 +186,7 @@ class Registration(_message.Message):
     TARGET_LAYER_IDS_FIELD_NUMBER: _builtins.int
     HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
     DRAFTER_NAME_FIELD_NUMBER: _builtins.int
+    DRAFT_SOURCE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of this protocol; 1."""
     draft_model_fingerprint: _builtins.str
@@ -146,6 +199,8 @@ class Registration(_message.Message):
     """Width of a feature."""
     drafter_name: _builtins.str
     """For logs and metrics."""
+    draft_source: Global___DraftSource.ValueType
+    """What it drafts with."""
     @_builtins.property
     def target_layer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Layers of the target whose outputs feed the draft model, 0-based."""
@@ -160,10 +215,11 @@ class Registration(_message.Message):
         target_layer_ids: _abc.Iterable[_builtins.int] | None = ...,
         hidden_size: _builtins.int = ...,
         drafter_name: _builtins.str = ...,
+        draft_source: Global___DraftSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "draft_model_fingerprint", b"draft_model_fingerprint", "drafter_name", b"drafter_name", "hidden_size", b"hidden_size", "protocol_version", b"protocol_version", "target_layer_ids", b"target_layer_ids", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "draft_model_fingerprint", b"draft_model_fingerprint", "draft_source", b"draft_source", "drafter_name", b"drafter_name", "hidden_size", b"hidden_size", "protocol_version", b"protocol_version", "target_layer_ids", b"target_layer_ids", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -246,6 +302,7 @@ class SequenceContext(_message.Message):
     START_POSITION_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Names the sequence on this stream."""
     epoch: _builtins.int
@@ -255,7 +312,11 @@ class SequenceContext(_message.Message):
     count: _builtins.int
     """Number of features."""
     features: _builtins.bytes
-    """count x hidden_size values in feature_dtype, row-major."""
+    """count x hidden_size values in feature_dtype, row-major; empty for DRAFT_SOURCE_NGRAM."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """count token ids, for DRAFT_SOURCE_NGRAM only."""
+
     def __init__(
         self,
         *,
@@ -264,10 +325,11 @@ class SequenceContext(_message.Message):
         start_position: _builtins.int = ...,
         count: _builtins.int = ...,
         features: _builtins.bytes = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "epoch", b"epoch", "features", b"features", "sequence_id", b"sequence_id", "start_position", b"start_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "epoch", b"epoch", "features", b"features", "sequence_id", b"sequence_id", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,6 +346,7 @@ class DraftRequest(_message.Message):
     BASE_POSITION_FIELD_NUMBER: _builtins.int
     ANCHOR_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The sequence."""
     epoch: _builtins.int
@@ -294,6 +357,8 @@ class DraftRequest(_message.Message):
     """The newest emitted token, root of the draft."""
     max_nodes: _builtins.int
     """Nodes wanted at most, the root not counted; at least 1."""
+    shape: Global___DraftShape.ValueType
+    """Block or tree. A tree of up to max_nodes nodes; a block is no longer than the draft model's."""
     def __init__(
         self,
         *,
@@ -302,10 +367,11 @@ class DraftRequest(_message.Message):
         base_position: _builtins.int = ...,
         anchor: _builtins.int = ...,
         max_nodes: _builtins.int = ...,
+        shape: Global___DraftShape.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "base_position", b"base_position", "epoch", b"epoch", "max_nodes", b"max_nodes", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "base_position", b"base_position", "epoch", b"epoch", "max_nodes", b"max_nodes", "sequence_id", b"sequence_id", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

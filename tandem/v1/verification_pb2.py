@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem/v1/verification.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\"\x87\x02\n\x1eVerifierServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x34\n\x10speculation_mode\x18\x07 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x18\n\x10return_log_probs\x18\x08 \x01(\x08\"\xfc\x01\n\x1fVerifierServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\x12/\n\x0bstep_timing\x18\x03 \x01(\x0b\x32\x15.tandem.v1.StepTimingH\x00\x88\x01\x01\x12,\n\x05\x66inal\x18\x04 \x01(\x0b\x32\x18.tandem.v1.SequenceFinalH\x01\x88\x01\x01\x12!\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_step_timingB\x08\n\x06_finalB\x17\n\x15_cached_prompt_tokens\"\xc0\x01\n\rSequenceFinal\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStatsB\x10\n\x0e_stop_token_id\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x10\n\x0eGetLoadRequest\"\xe3\x02\n\x0fGetLoadResponse\x12\x19\n\x11running_sequences\x18\x01 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x04 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x10\n\x08\x64rafters\x18\x06 \x01(\r\x12\x32\n\x13median_drafted_step\x18\x07 \x01(\x0b\x32\x15.tandem.v1.StepTiming\x12\x30\n\x11median_plain_step\x18\x08 \x01(\x0b\x32\x15.tandem.v1.StepTiming\x12\x16\n\x0e\x65mitted_tokens\x18\t \x01(\x04\x12\x0e\n\x06\x64rafts\x18\n \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x0c \x01(\x04\"\x10\n\x0eGetInfoRequest\"\xb5\x02\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x35\n\x11speculation_modes\x18\x05 \x03(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12<\n\x18\x64\x65\x66\x61ult_speculation_mode\x18\x06 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1f\n\x17\x64raft_model_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x1d\n\x15max_waiting_sequences\x18\n \x01(\r2\xb6\x02\n\x0fVerifierService\x12\x63\n\x08Generate\x12).tandem.v1.VerifierServiceGenerateRequest\x1a*.tandem.v1.VerifierServiceGenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12@\n\x07GetLoad\x12\x19.tandem.v1.GetLoadRequest\x1a\x1a.tandem.v1.GetLoadResponse\x12@\n\x07GetInfo\x12\x19.tandem.v1.GetInfoRequest\x1a\x1a.tandem.v1.GetInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem/v1/verification.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\"\xb9\x02\n\x1eVerifierServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x34\n\x10speculation_mode\x18\x07 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x18\n\x10return_log_probs\x18\x08 \x01(\x08\x12\x1c\n\x0fmax_draft_nodes\x18\t \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_max_draft_nodes\"\xfc\x01\n\x1fVerifierServiceGenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x11\n\tlog_probs\x18\x02 \x03(\x02\x12/\n\x0bstep_timing\x18\x03 \x01(\x0b\x32\x15.tandem.v1.StepTimingH\x00\x88\x01\x01\x12,\n\x05\x66inal\x18\x04 \x01(\x0b\x32\x18.tandem.v1.SequenceFinalH\x01\x88\x01\x01\x12!\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_step_timingB\x08\n\x06_finalB\x17\n\x15_cached_prompt_tokens\"\xc0\x01\n\rSequenceFinal\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x05usage\x18\x03 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x30\n\x0bspeculation\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStatsB\x10\n\x0e_stop_token_id\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x10\n\x0eGetLoadRequest\"\xe3\x02\n\x0fGetLoadResponse\x12\x19\n\x11running_sequences\x18\x01 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x02 \x01(\r\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\r\x12\x18\n\x10kv_blocks_cached\x18\x04 \x01(\r\x12\x17\n\x0fkv_blocks_total\x18\x05 \x01(\r\x12\x10\n\x08\x64rafters\x18\x06 \x01(\r\x12\x32\n\x13median_drafted_step\x18\x07 \x01(\x0b\x32\x15.tandem.v1.StepTiming\x12\x30\n\x11median_plain_step\x18\x08 \x01(\x0b\x32\x15.tandem.v1.StepTiming\x12\x16\n\x0e\x65mitted_tokens\x18\t \x01(\x04\x12\x0e\n\x06\x64rafts\x18\n \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x0b \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x0c \x01(\x04\"\x10\n\x0eGetInfoRequest\"\xce\x02\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x35\n\x11speculation_modes\x18\x05 \x03(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12<\n\x18\x64\x65\x66\x61ult_speculation_mode\x18\x06 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\r\n\x05\x64type\x18\x07 \x01(\t\x12\x1f\n\x17\x64raft_model_fingerprint\x18\x08 \x01(\t\x12\x0f\n\x07version\x18\t \x01(\t\x12\x1d\n\x15max_waiting_sequences\x18\n \x01(\r\x12\x17\n\x0fmax_draft_nodes\x18\x0b \x01(\r2\xb6\x02\n\x0fVerifierService\x12\x63\n\x08Generate\x12).tandem.v1.VerifierServiceGenerateRequest\x1a*.tandem.v1.VerifierServiceGenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.tandem.v1.AbortRequest\x1a\x18.tandem.v1.AbortResponse\x12@\n\x07GetLoad\x12\x19.tandem.v1.GetLoadRequest\x1a\x1a.tandem.v1.GetLoadResponse\x12@\n\x07GetInfo\x12\x19.tandem.v1.GetInfoRequest\x1a\x1a.tandem.v1.GetInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.verification_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFIERSERVICEGENERATEREQUEST']._serialized_start=72
-  _globals['_VERIFIERSERVICEGENERATEREQUEST']._serialized_end=335
-  _globals['_VERIFIERSERVICEGENERATERESPONSE']._serialized_start=338
-  _globals['_VERIFIERSERVICEGENERATERESPONSE']._serialized_end=590
-  _globals['_SEQUENCEFINAL']._serialized_start=593
-  _globals['_SEQUENCEFINAL']._serialized_end=785
-  _globals['_ABORTREQUEST']._serialized_start=787
-  _globals['_ABORTREQUEST']._serialized_end=822
-  _globals['_ABORTRESPONSE']._serialized_start=824
-  _globals['_ABORTRESPONSE']._serialized_end=839
-  _globals['_GETLOADREQUEST']._serialized_start=841
-  _globals['_GETLOADREQUEST']._serialized_end=857
-  _globals['_GETLOADRESPONSE']._serialized_start=860
-  _globals['_GETLOADRESPONSE']._serialized_end=1215
-  _globals['_GETINFOREQUEST']._serialized_start=1217
-  _globals['_GETINFOREQUEST']._serialized_end=1233
-  _globals['_GETINFORESPONSE']._serialized_start=1236
-  _globals['_GETINFORESPONSE']._serialized_end=1545
-  _globals['_VERIFIERSERVICE']._serialized_start=1548
-  _globals['_VERIFIERSERVICE']._serialized_end=1858
+  _globals['_VERIFIERSERVICEGENERATEREQUEST']._serialized_end=385
+  _globals['_VERIFIERSERVICEGENERATERESPONSE']._serialized_start=388
+  _globals['_VERIFIERSERVICEGENERATERESPONSE']._serialized_end=640
+  _globals['_SEQUENCEFINAL']._serialized_start=643
+  _globals['_SEQUENCEFINAL']._serialized_end=835
+  _globals['_ABORTREQUEST']._serialized_start=837
+  _globals['_ABORTREQUEST']._serialized_end=872
+  _globals['_ABORTRESPONSE']._serialized_start=874
+  _globals['_ABORTRESPONSE']._serialized_end=889
+  _globals['_GETLOADREQUEST']._serialized_start=891
+  _globals['_GETLOADREQUEST']._serialized_end=907
+  _globals['_GETLOADRESPONSE']._serialized_start=910
+  _globals['_GETLOADRESPONSE']._serialized_end=1265
+  _globals['_GETINFOREQUEST']._serialized_start=1267
+  _globals['_GETINFOREQUEST']._serialized_end=1283
+  _globals['_GETINFORESPONSE']._serialized_start=1286
+  _globals['_GETINFORESPONSE']._serialized_end=1620
+  _globals['_VERIFIERSERVICE']._serialized_start=1623
+  _globals['_VERIFIERSERVICE']._serialized_end=1933
 # @@protoc_insertion_point(module_scope)

@@ -33,6 +33,7 @@ class VerifierServiceGenerateRequest(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SPECULATION_MODE_FIELD_NUMBER: _builtins.int
     RETURN_LOG_PROBS_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among running requests; chosen by the gateway."""
     prompt_length: _builtins.int
@@ -43,6 +44,8 @@ class VerifierServiceGenerateRequest(_message.Message):
     """How drafts are used."""
     return_log_probs: _builtins.bool
     """Return log_probs."""
+    max_draft_nodes: _builtins.int
+    """Draft tokens verified per step at most; unset is GetInfoResponse.max_draft_nodes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, then what was generated already. The rest after prompt_length counts as generated, so an
@@ -68,12 +71,15 @@ class VerifierServiceGenerateRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         speculation_mode: _generation_pb2.SpeculationMode.ValueType = ...,
         return_log_probs: _builtins.bool = ...,
+        max_draft_nodes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "max_draft_nodes", b"max_draft_nodes", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "prompt_length", b"prompt_length", "request_id", b"request_id", "return_log_probs", b"return_log_probs", "sampling", b"sampling", "speculation_mode", b"speculation_mode", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "max_draft_nodes", b"max_draft_nodes", "max_tokens", b"max_tokens", "prompt_length", b"prompt_length", "request_id", b"request_id", "return_log_probs", b"return_log_probs", "sampling", b"sampling", "speculation_mode", b"speculation_mode", "stop_token_ids", b"stop_token_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_draft_nodes: _TypeAlias = _typing.Literal["max_draft_nodes"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_nodes: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_nodes) -> _WhichOneofReturnType__max_draft_nodes | None: ...
 
 Global___VerifierServiceGenerateRequest: _TypeAlias = VerifierServiceGenerateRequest  # noqa: Y015
 
@@ -337,6 +343,7 @@ class GetInfoResponse(_message.Message):
     DRAFT_MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MAX_WAITING_SEQUENCES_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The target's name."""
     max_context: _builtins.int
@@ -353,6 +360,8 @@ class GetInfoResponse(_message.Message):
     """Release of the verifier."""
     max_waiting_sequences: _builtins.int
     """Sequences admitted beyond those that step, before RESOURCE_EXHAUSTED."""
+    max_draft_nodes: _builtins.int
+    """Draft tokens a step verifies per sequence at most; 0 without speculation."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids of the target."""
@@ -374,10 +383,11 @@ class GetInfoResponse(_message.Message):
         draft_model_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
         max_waiting_sequences: _builtins.int = ...,
+        max_draft_nodes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_speculation_mode", b"default_speculation_mode", "draft_model_fingerprint", b"draft_model_fingerprint", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "max_waiting_sequences", b"max_waiting_sequences", "model", b"model", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_speculation_mode", b"default_speculation_mode", "draft_model_fingerprint", b"draft_model_fingerprint", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "max_draft_nodes", b"max_draft_nodes", "max_waiting_sequences", b"max_waiting_sequences", "model", b"model", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
