@@ -1,7 +1,12 @@
 """Drafts: candidate tokens after an anchor, as a chain (block) or a tree, in one shape. No torch here."""
 
-from collections.abc import Callable
+import heapq
+import math
+from bisect import bisect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 
 
 class InvalidDraft(ValueError):
@@ -35,6 +40,36 @@ class Draft:
     def is_chain(self) -> bool:
         return all(parent == i for i, parent in enumerate(self.parents))
 
+    @property
+    def depths(self) -> list[int]:
+        """Of each node its distance from the root, at least 1: node i stands at the anchor's position + depths[i]."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths[1:]
+
+    def ancestors(self) -> list[list[int]]:
+        """Of each node the indices above it, from the root (0) down to its parent: depths[i] of them."""
+        paths: list[list[int]] = [[]]
+        for parent in self.parents:
+            paths.append([*paths[parent], parent])
+        return paths[1:]
+
+    def ancestor_bits(self) -> list[int]:
+        """Of each node the indices of a verify step it sees, as bits: the root (bit 0), its ancestors and itself."""
+        bits = [1]
+        for i, parent in enumerate(self.parents):
+            bits.append(bits[parent] | 1 << (i + 1))
+        return bits[1:]
+
+    def path_log_probs(self) -> list[float]:
+        """Of each node the log-probability that the walk reaches it, as the draft model sees it: the sum of log_probs
+        from the root's child down to it."""
+        sums = [0.0]
+        for parent, log_prob in zip(self.parents, self.log_probs, strict=True):
+            sums.append(sums[parent] + log_prob)
+        return sums[1:]
+
     def check(self, vocab_size: int, max_nodes: int) -> None:
         """InvalidDraft unless it has 1 to max_nodes nodes, tokens in the vocabulary and parents before children."""
         if not len(self.tokens) == len(self.parents) == len(self.log_probs):
@@ -49,6 +84,116 @@ class Draft:
                 raise InvalidDraft(f"tokens[{i}]: must be below {vocab_size}, is {token}")
             if not 0 <= parent <= i:
                 raise InvalidDraft(f"parents[{i}]: must be in [0, {i}], is {parent}")
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What a draft model proposes at each depth below the anchor."""
+
+    tokens: list[list[int]]
+    """[depth][candidate]: distinct tokens."""
+    log_probs: list[list[list[float]]]
+    """[depth][before][candidate]: given candidate `before` of the depth above. A depth whose candidates do not depend
+    on what stands before them has one row, for all; the first depth always has one."""
+
+    def ranked(self, depth: int, before: int) -> list[tuple[int, float]]:
+        """(candidate, log-probability) behind candidate `before` of the depth above, best first; of equals the one that
+        is listed first."""
+        rows = self.log_probs[depth]
+        return sorted(enumerate(rows[before if len(rows) > 1 else 0]), key=itemgetter(1), reverse=True)
+
+
+def best_chain(candidates: Candidates, max_nodes: int) -> Draft:
+    """The chain of up to max_nodes nodes that takes the most probable candidate at each depth."""
+    return build_tree(candidates, min(max_nodes, len(candidates.tokens)), seeded=True)
+
+
+def sample_chain(candidates: Candidates, temperature: float, uniforms: Sequence[float]) -> Draft:
+    """A chain of one node per uniform number in [0, 1): each drawn from softmax(log_probs / temperature) behind the
+    one before. The draft's log_probs are those of that distribution."""
+    tokens: list[int] = []
+    log_probs: list[float] = []
+    chosen = 0
+    for depth, uniform in enumerate(uniforms):
+        rows = candidates.log_probs[depth]
+        row = rows[chosen if len(rows) > 1 else 0]
+        top = max(row)
+        weights = [math.exp((log_prob - top) / temperature) for log_prob in row]
+        total = sum(weights)
+        chosen = min(bisect(list(accumulate(weights)), uniform * total), len(row) - 1)
+        tokens.append(candidates.tokens[depth][chosen])
+        log_probs.append(math.log(weights[chosen] / total))
+    return Draft.block(tokens, log_probs)
+
+
+_Node = tuple[int, float, int, list[tuple[int, float]], int]
+"""A prefix: (index of its parent, the parent's path log-probability, depth from 0, its ranked siblings, its rank)."""
+
+_Offer = tuple[float, int, int, float, int, list[tuple[int, float]], int]
+"""A heap entry: (negated path log-probability, serial number, *node)."""
+
+
+def seeds_chain(max_nodes: int, depths: int) -> bool:
+    """Whether a tree of max_nodes nodes begins with the whole most probable chain: below twice the block's proposals.
+
+    A DFlash slot does not see what the slots before it propose: its probability is a mean over all they might say, and
+    so too low where the most probable path was right so far. Best first then prefers breadth to depth, which a small
+    tree pays for with the very nodes a block would have had. From twice as many nodes on the chain costs at most half
+    of the tree and is mostly in it anyway, and the exact order is worth more: each prefix is the best tree of its size.
+    """
+    return max_nodes < 2 * depths
+
+
+def build_tree(candidates: Candidates, max_nodes: int, seeded: bool | None = None) -> Draft:
+    """The DDTree of up to max_nodes nodes: the most probable prefixes, best first (arXiv 2604.12989).
+
+    A heap holds, for each node taken, its best child and its next sibling: the best prefix not yet taken is always
+    among them, so the draft's first n nodes are the n most probable prefixes, for every n. Of equals the one that came
+    up first is taken first. Seeded (None: by seeds_chain), the most probable chain comes first, cut to max_nodes, and
+    what is left of max_nodes is then best first.
+
+    Takes O(max_nodes x (log max_nodes + k log k)) for k candidates per depth; fewer nodes if there are no more.
+    """
+    depths = len(candidates.tokens)
+    tokens: list[int] = []
+    parents: list[int] = []
+    log_probs: list[float] = []
+    heap: list[_Offer] = []
+    serial = 0
+    siblings_behind: dict[tuple[int, int], list[tuple[int, float]]] = {}
+
+    def offer(parent: int, path: float, depth: int, siblings: list[tuple[int, float]], rank: int) -> None:
+        nonlocal serial
+        serial += 1
+        heapq.heappush(heap, (-(path + siblings[rank][1]), serial, parent, path, depth, siblings, rank))
+
+    def take(parent: int, path: float, depth: int, siblings: list[tuple[int, float]], rank: int) -> _Node | None:
+        """Make it a node, offer its next sibling, return its best child."""
+        candidate, log_prob = siblings[rank]
+        tokens.append(candidates.tokens[depth][candidate])
+        parents.append(parent)
+        log_probs.append(log_prob)
+        if rank + 1 < len(siblings):
+            offer(parent, path, depth, siblings, rank + 1)
+        if depth + 1 == depths:
+            return None
+        key = depth + 1, candidate if len(candidates.log_probs[depth + 1]) > 1 else 0
+        below = siblings_behind.get(key)
+        if below is None:
+            below = siblings_behind[key] = candidates.ranked(*key)
+        return len(tokens), path + log_prob, depth + 1, below, 0
+
+    node: _Node | None = (0, 0.0, 0, candidates.ranked(0, 0), 0)
+    if seeds_chain(max_nodes, depths) if seeded is None else seeded:
+        while node and len(tokens) < max_nodes:
+            node = take(*node)
+    elif node:
+        offer(*node)
+    while heap and len(tokens) < max_nodes:
+        node = take(*heapq.heappop(heap)[2:])
+        if node:
+            offer(*node)
+    return Draft(tokens, parents, log_probs)
 
 
 def walk(draft: Draft | None, choose: Callable[[int, int], int]) -> tuple[list[int], list[int]]:

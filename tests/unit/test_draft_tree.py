@@ -1,10 +1,22 @@
-"""Drafts: shape rules, truncation, and the walk that makes verification lossless."""
+"""Drafts: shape rules, truncation, the walk that makes verification lossless, and how trees are built."""
+
+import itertools
+import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.draft_tree import Draft, InvalidDraft, walk
+from tandem.draft_tree import (
+    Candidates,
+    Draft,
+    InvalidDraft,
+    best_chain,
+    build_tree,
+    sample_chain,
+    seeds_chain,
+    walk,
+)
 
 
 @st.composite
@@ -69,3 +81,155 @@ def test_a_broken_draft_is_refused_by_field(draft: Draft, field: str) -> None:
 def test_a_block_is_a_chain_and_a_fork_is_not() -> None:
     assert Draft.block([1, 2, 3], [0.0] * 3).is_chain
     assert not Draft([1, 2, 3], [0, 0, 1], [0.0] * 3).is_chain
+
+
+@given(drafts())
+def test_depths_ancestors_and_bits_are_those_of_the_paths(draft: Draft) -> None:
+    """What a verifier lays its rows and its mask out by, against following parents one by one."""
+    sums = draft.path_log_probs()
+    for i in range(len(draft)):
+        above, node = [], i + 1
+        while node:
+            node = draft.parents[node - 1]
+            above.insert(0, node)
+        assert draft.ancestors()[i] == above
+        assert draft.depths[i] == len(above)
+        assert draft.ancestor_bits()[i] == sum(1 << j for j in [*above, i + 1])
+        assert sums[i] == pytest.approx(sum(draft.log_probs[j - 1] for j in [*above[1:], i + 1]))
+
+
+def normed(scores: list[float]) -> list[float]:
+    total = math.log(sum(map(math.exp, scores)))
+    return [min(0.0, score - total) for score in scores]
+
+
+@st.composite
+def candidate_sets(draw: st.DrawFn) -> Candidates:
+    """1 to 4 depths of 1 to 4 candidates, with and without dependence on what stands before, ties included."""
+    depths, width = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    dependent = draw(st.booleans())
+    score = st.integers(-6, 0).map(lambda n: n / 2) if draw(st.booleans()) else st.floats(-9, 0)
+    scores = st.lists(score, min_size=width, max_size=width)
+    tokens = [draw(st.permutations(range(10, 10 + width))) for _ in range(depths)]
+    rows = [[normed(draw(scores)) for _ in range(width if dependent and d else 1)] for d in range(depths)]
+    return Candidates(tokens, rows)
+
+
+def all_prefixes(candidates: Candidates) -> dict[tuple[int, ...], float]:
+    """Every path of tokens -> its log-probability, by enumeration."""
+    found = {}
+    for length in range(1, len(candidates.tokens) + 1):
+        for picks in itertools.product(*(range(len(tokens)) for tokens in candidates.tokens[:length])):
+            total = 0.0
+            for depth, pick in enumerate(picks):
+                rows = candidates.log_probs[depth]
+                total += rows[picks[depth - 1] if len(rows) > 1 else 0][pick]
+            found[tuple(candidates.tokens[d][pick] for d, pick in enumerate(picks))] = total
+    return found
+
+
+def conditional(candidates: Candidates, path: tuple[int, ...]) -> float:
+    """The log-probability of a path's last token behind the rest of it."""
+    depth = len(path) - 1
+    rows = candidates.log_probs[depth]
+    before = candidates.tokens[depth - 1].index(path[-2]) if len(rows) > 1 else 0
+    return rows[before][candidates.tokens[depth].index(path[-1])]
+
+
+@settings(max_examples=1000)
+@given(candidate_sets(), st.integers(1, 40))
+def test_an_unseeded_tree_is_the_best_of_every_size(candidates: Candidates, max_nodes: int) -> None:
+    """The draft's first n nodes are the n most probable prefixes of all, for every n; its log-probabilities are those
+    of each node behind its parent."""
+    best = all_prefixes(candidates)
+    draft = build_tree(candidates, max_nodes, seeded=False)
+    assert len(draft) == min(max_nodes, len(best))
+    by_node = paths(draft)
+    taken = [by_node[i] for i in range(1, len(draft) + 1)]
+    assert len(set(taken)) == len(taken)
+    assert [best[path] for path in taken] == sorted(best.values(), reverse=True)[: len(draft)]
+    assert draft.log_probs == [conditional(candidates, path) for path in taken]
+    assert draft.path_log_probs() == [best[path] for path in taken]
+
+
+@settings(max_examples=300)
+@given(candidate_sets(), st.integers(1, 40))
+def test_a_seeded_tree_is_the_chain_and_then_the_best(candidates: Candidates, max_nodes: int) -> None:
+    """The most probable chain comes first; of what is left, the most probable prefixes follow, best first."""
+    draft = build_tree(candidates, max_nodes, seeded=True)
+    chain_nodes = min(max_nodes, len(candidates.tokens))
+    by_node = paths(draft)
+    taken = [by_node[i] for i in range(1, len(draft) + 1)]
+    chain: tuple[int, ...] = ()
+    for depth in range(chain_nodes):
+        steps = [(*chain, token) for token in candidates.tokens[depth]]
+        assert taken[depth][:-1] == chain
+        assert conditional(candidates, taken[depth]) == max(conditional(candidates, step) for step in steps)
+        chain = taken[depth]
+    best = all_prefixes(candidates)
+    rest = sorted((log_prob for path, log_prob in best.items() if path not in taken[:chain_nodes]), reverse=True)
+    assert [best[path] for path in taken[chain_nodes:]] == rest[: len(draft) - chain_nodes]
+    draft.check(vocab_size=20, max_nodes=max_nodes)
+
+
+@given(candidate_sets(), st.integers(1, 40))
+def test_scores_that_do_not_depend_on_the_parent_give_the_plain_tree(candidates: Candidates, max_nodes: int) -> None:
+    """One row for all is the same as that row behind every candidate."""
+    first_rows = [rows[:1] for rows in candidates.log_probs]
+    repeated = [rows * (len(candidates.tokens[0]) if depth else 1) for depth, rows in enumerate(first_rows)]
+    plain = build_tree(Candidates(candidates.tokens, first_rows), max_nodes)
+    assert build_tree(Candidates(candidates.tokens, repeated), max_nodes) == plain
+
+
+def test_small_trees_begin_with_the_chain() -> None:
+    """Below twice the depth a tree holds the whole chain, and at the depth and below it is that chain; from there on
+    it is best first, whatever that leaves out."""
+    flat = Candidates([[1, 2, 3]] * 4, [[normed([0.1, 0.0, 0.0])]] * 4)
+    chain = Draft.block([1] * 4, [flat.log_probs[0][0][0]] * 4)
+    for nodes in range(1, 12):
+        tree = build_tree(flat, nodes)
+        assert seeds_chain(nodes, 4) == (nodes < 8)
+        assert tree == build_tree(flat, nodes, seeded=nodes < 8)
+        if nodes < 8:
+            assert tree.truncated(4) == chain.truncated(nodes)
+    assert sorted(set(build_tree(flat, 8).depths)) == [1, 2]
+
+
+def test_of_equals_the_first_listed_comes_first() -> None:
+    """Trees are the same on every machine: ties are broken by the candidates' order, and what came up first goes
+    first."""
+    even = Candidates([[5, 3, 9], [7, 8, 1]], [[[-1.0] * 3], [[-1.0] * 3]])
+    draft = build_tree(even, 6, seeded=False)
+    assert draft.tokens == [5, 3, 9, 7, 7, 7]
+    assert draft.parents == [0, 0, 0, 1, 2, 3]
+
+
+@given(candidate_sets(), st.integers(1, 6))
+def test_the_best_chain_is_greedy(candidates: Candidates, max_nodes: int) -> None:
+    """Each node is the most probable behind the one before, not part of the most probable whole."""
+    chain = best_chain(candidates, max_nodes)
+    assert chain.is_chain
+    assert len(chain) == min(max_nodes, len(candidates.tokens))
+    path: tuple[int, ...] = ()
+    for depth, token in enumerate(chain.tokens):
+        options = [conditional(candidates, (*path, t)) for t in candidates.tokens[depth]]
+        path = (*path, token)
+        assert chain.log_probs[depth] == conditional(candidates, path) == max(options)
+
+
+@given(candidate_sets(), st.floats(0.1, 5), st.lists(st.floats(0, 1, exclude_max=True), min_size=4, max_size=4))
+def test_a_sampled_chain_inverts_the_distribution(
+    candidates: Candidates, temperature: float, uniforms: list[float]
+) -> None:
+    """The uniform number falls into the interval that the drawn candidate has in softmax(log_probs / temperature)."""
+    depths = len(candidates.tokens)
+    chain = sample_chain(candidates, temperature, uniforms[:depths])
+    path: tuple[int, ...] = ()
+    for depth, token in enumerate(chain.tokens):
+        options = [conditional(candidates, (*path, t)) / temperature for t in candidates.tokens[depth]]
+        probabilities = [math.exp(x) for x in normed(options)]
+        drawn = candidates.tokens[depth].index(token)
+        below = sum(probabilities[:drawn])
+        assert below - 1e-9 <= uniforms[depth] <= below + probabilities[drawn] + 1e-9
+        assert math.exp(chain.log_probs[depth]) == pytest.approx(probabilities[drawn])
+        path = (*path, token)
