@@ -1,5 +1,6 @@
-"""Weights of a DFlash draft model, laid out for drafting; embedding and head come from the target."""
+"""Weights of a DFlash or DFlash2 draft model, laid out for drafting; embedding and head come from the target."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,29 @@ from tandem.layers.linear import Linear
 
 _VERIFIERS_TENSORS = ("fc.weight", "hidden_norm.weight")
 """Features arrive with these applied."""
+
+
+@dataclass(frozen=True)
+class ConvWeights:
+    """DFlash2's convolutions around one sublayer. T: taps."""
+
+    base: torch.Tensor
+    """[2, T, H]: for the sublayer's input, for its output."""
+    kernels: Linear
+    """H -> 2 x T x groups: the dynamic kernels."""
+
+
+@dataclass(frozen=True)
+class SelectorWeights:
+    """DFlash2's candidate selector. V: vocabulary, r: rank."""
+
+    top_k: int
+    predecessors: torch.Tensor
+    """[V, r]"""
+    successors: torch.Tensor
+    """[V, r]"""
+    projection: Linear
+    """H -> r"""
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,9 @@ class LayerWeights:
     """H -> 2I"""
     down: Linear
     """I -> H"""
+    attention_conv: ConvWeights | None
+    mlp_conv: ConvWeights | None
+    """DFlash2 only."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +79,8 @@ class DraftWeights:
     """H -> V, the target's; with draft_tokens only the rows of those."""
     draft_tokens: torch.Tensor | None
     """[draft vocabulary] int64, ascending: the token of each head row; None if the head has all rows in order."""
+    selector: SelectorWeights | None
+    """DFlash2 only."""
 
 
 def load_weights(
@@ -91,12 +120,15 @@ def load_weights(
                 post_attention_norm=read(f"{name}.post_attention_layernorm.weight", hidden),
                 gate_up=Linear(torch.cat((gate, up))),
                 down=Linear(read(f"{name}.mlp.down_proj.weight", hidden, inner)),
+                attention_conv=_conv(config, f"{name}.attention_conv", read),
+                mlp_conv=_conv(config, f"{name}.mlp_conv", read),
             )
         )
         context_weights += weights[1:]
         context_biases += biases[1:]
         key_norms.append(key_norm)
     norm = read("norm.weight", hidden)
+    selector = _selector(config, read)
     folder.check_all_read(ignore_suffixes=_VERIFIERS_TENSORS)
     return DraftWeights(
         layers=tuple(layers),
@@ -106,6 +138,27 @@ def load_weights(
         embedding=embedding,
         head=Linear(head),
         draft_tokens=draft_tokens,
+        selector=selector,
+    )
+
+
+def _conv(config: DraftConfig, name: str, read: Callable[..., torch.Tensor]) -> ConvWeights | None:
+    if config.dflash2 is None:
+        return None
+    hidden, taps, size = config.hidden_size, config.dflash2.conv_kernel_size, config.dflash2.conv_group_size
+    kernels = read(f"{name}.kernel_projection.weight", 2 * taps * hidden // size, hidden)
+    return ConvWeights(read(f"{name}.base_kernel", 2, taps, hidden), Linear(kernels))
+
+
+def _selector(config: DraftConfig, read: Callable[..., torch.Tensor]) -> SelectorWeights | None:
+    if config.dflash2 is None:
+        return None
+    vocab, rank = config.vocab_size, config.dflash2.selector_rank
+    return SelectorWeights(
+        top_k=config.dflash2.selector_top_k,
+        predecessors=read("candidate_selector.predecessor_codebook", vocab, rank),
+        successors=read("candidate_selector.successor_codebook", vocab, rank),
+        projection=Linear(read("candidate_selector.hidden_projection.weight", rank, config.hidden_size)),
     )
 
 

@@ -1,4 +1,4 @@
-"""config.json of a DFlash draft model (v1), as published: which network it is, and what it needs of its target.
+"""config.json of a DFlash or DFlash2 draft model, as published: which network it is, what it needs of its target.
 
 Sources: the Qwen3 configuration it extends, and the DFlash reference code (PyPI `dflash` 0.1.0) for `dflash_config`,
 the default taps and the causal rule. Anything this code does not know how to honour is refused by name: a draft
@@ -25,6 +25,9 @@ _DRAFT_KEYS = frozenset(
     }
 )
 """May stand at the top level or inside dflash_config, which wins."""
+
+_DFLASH2_KEYS = frozenset({"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"})
+"""Those of DFlash2, in the same places."""
 
 _USED_KEYS = frozenset(
     {
@@ -74,14 +77,11 @@ _HARMLESS_KEYS = frozenset(
 embeddings and head are always the target's."""
 
 _VARIANTS = {
-    "conv_kernel_size": "a DFlash2 draft model",
-    "conv_group_size": "a DFlash2 draft model",
-    "selector_rank": "a DFlash2 draft model",
-    "selector_top_k": "a DFlash2 draft model",
-    "sample_from_anchor": "a DSpark draft model (its slots are shifted by one)",
-    "shift_label": "a draft model with shifted labels",
-    "projector_type": "a Domino draft model",
-    "gru_hidden_dim": "a Domino draft model",
+    **dict.fromkeys(_DFLASH2_KEYS, "of a DFlash2 draft model, which architectures must name"),
+    "sample_from_anchor": "of a DSpark draft model (its slots are shifted by one), which is not supported",
+    "shift_label": "of a draft model with shifted labels, which is not supported",
+    "projector_type": "of a Domino draft model, which is not supported",
+    "gru_hidden_dim": "of a Domino draft model, which is not supported",
 }
 
 _QWEN3_MAX_WINDOW_LAYERS = 28
@@ -99,8 +99,26 @@ class DraftLayer:
 
 
 @dataclass(frozen=True)
+class DFlash2Config:
+    """What DFlash2 adds. Fields are named as their keys."""
+
+    conv_kernel_size: int
+    """Taps of each convolution: how many slots it reads, its own included."""
+    conv_group_size: int
+    """Channels that share a dynamic kernel; divides hidden_size."""
+    selector_rank: int
+    selector_top_k: int
+    """Candidates per slot."""
+
+
+@dataclass(frozen=True)
 class DraftConfig:
-    """A DFlash v1 draft model. Widths are in values, positions and windows in tokens."""
+    """A draft model. Widths are in values, positions and windows in tokens.
+
+    Fields are named as their keys, except `rope` (rope_theta and rope_scaling, or rope_parameters), `layers`
+    (layer_types, use_sliding_window, sliding_window, max_window_layers, is_causal) and `dflash2` (the keys of
+    DFlash2Config). The keys architectures, model_type "qwen3" and hidden_act "silu" say what is not a choice.
+    """
 
     block_size: int
     """Tokens of a block, the anchor included."""
@@ -128,6 +146,8 @@ class DraftConfig:
     """Multiplies the logits."""
     final_logit_softcapping: float | None
     """c: logits become c * tanh(logits / c), after output_multiplier."""
+    dflash2: DFlash2Config | None
+    """None for DFlash (v1): architectures ["DFlashDraftModel"], not ["DFlash2DraftModel"]."""
 
     @classmethod
     def load(cls, folder: Path) -> "DraftConfig":
@@ -145,7 +165,8 @@ class _Reader:
         self._inner: dict[str, Any] = inner
 
     def read(self) -> DraftConfig:
-        self._refuse_what_is_not_dflash_v1()
+        dflash2 = self._is_dflash2()
+        self._refuse_unknown_keys(_DRAFT_KEYS | _DFLASH2_KEYS if dflash2 else _DRAFT_KEYS)
         layers = self._int("num_hidden_layers")
         heads, kv_heads = self._int("num_attention_heads"), self._int("num_key_value_heads")
         if heads % kv_heads:
@@ -177,15 +198,30 @@ class _Reader:
             input_embedding_scale=self._float("input_embedding_scale", 1.0),
             output_multiplier=self._float("output_multiplier", 1.0),
             final_logit_softcapping=softcapping if softcapping > 0 else None,
+            dflash2=self._dflash2() if dflash2 else None,
         )
 
-    def _refuse_what_is_not_dflash_v1(self) -> None:
+    def _is_dflash2(self) -> bool:
         architectures = self._top.get("architectures")
-        if architectures != ["DFlashDraftModel"]:
-            raise self._wrong("architectures", f"must be ['DFlashDraftModel'] (DFlash v1), is {architectures!r}")
-        for key in sorted(self._top.keys() - _USED_KEYS - _HARMLESS_KEYS - _DRAFT_KEYS):
+        if architectures not in (["DFlashDraftModel"], ["DFlash2DraftModel"]):
+            supported = "['DFlashDraftModel'] or ['DFlash2DraftModel']"
+            raise self._wrong("architectures", f"must be {supported}, is {architectures!r}")
+        return bool(architectures == ["DFlash2DraftModel"])
+
+    def _dflash2(self) -> DFlash2Config:
+        hidden_size, group_size = self._int("hidden_size"), self._int("conv_group_size")
+        if hidden_size % group_size:
+            raise self._wrong("conv_group_size", f"must divide hidden_size {hidden_size}, is {group_size}")
+        head = "vocab_size" if self._get("draft_vocab_size") is None else "draft_vocab_size"
+        top_k = self._int("selector_top_k")
+        if top_k > self._int(head):
+            raise self._wrong("selector_top_k", f"must be at most {head} {self._int(head)}, is {top_k}")
+        return DFlash2Config(self._int("conv_kernel_size"), group_size, self._int("selector_rank"), top_k)
+
+    def _refuse_unknown_keys(self, draft_keys: frozenset[str]) -> None:
+        for key in sorted(self._top.keys() - _USED_KEYS - _HARMLESS_KEYS - draft_keys):
             raise self._unknown(key, key)
-        for key in sorted(self._inner.keys() - _DRAFT_KEYS):
+        for key in sorted(self._inner.keys() - draft_keys):
             raise self._unknown(key, f"dflash_config.{key}")
         for key, supported in (("model_type", "qwen3"), ("hidden_act", "silu")):
             value = self._top.get(key, supported)
@@ -238,7 +274,7 @@ class _Reader:
             raise StartupError(f"{self._file}: {error}") from None
 
     def _get(self, key: str) -> Any:
-        value = self._inner.get(key) if key in _DRAFT_KEYS else None
+        value = self._inner.get(key) if key in _DRAFT_KEYS | _DFLASH2_KEYS else None
         return self._top.get(key) if value is None else value
 
     def _int(self, key: str, minimum: int = 1, multiple_of: int = 1) -> int:
@@ -267,7 +303,7 @@ class _Reader:
 
     def _unknown(self, key: str, path: str) -> StartupError:
         if key in _VARIANTS:
-            return self._wrong(path, f"this is {_VARIANTS[key]}; only DFlash v1 draft models are supported")
+            return self._wrong(path, f"is a key {_VARIANTS[key]}")
         return self._wrong(path, "unknown key: it may change what the network computes, so it is refused")
 
     def _wrong(self, key: str, reason: str) -> StartupError:

@@ -42,6 +42,32 @@ def draft_config(**changes: Any) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not ...}
 
 
+def dflash2_config(inner: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """A DFlash2 config.json as published ones are, tiny; `inner` changes dflash_config, again with ... for absent."""
+    dflash_config = {
+        "block_size": 8,
+        "mask_token_id": 500,
+        "target_layer_ids": [1, 4, 7],
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 12,
+        "selector_top_k": 6,
+    }
+    dflash_config = {key: value for key, value in (dflash_config | (inner or {})).items() if value is not ...}
+    return draft_config(
+        **{
+            "architectures": ["DFlash2DraftModel"],
+            "block_size": ...,
+            "is_causal": False,
+            "layer_types": ["sliding_attention"] * 3,
+            "sliding_window": 24,
+            "use_sliding_window": True,
+            "dflash_config": dflash_config,
+            **changes,
+        }
+    )
+
+
 def draft_tensors(config: dict[str, Any], taps: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random float32 weights that let context, block and MLP all matter."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +99,22 @@ def draft_tensors(config: dict[str, Any], taps: int = 3, seed: int = 0) -> dict[
             tensors[f"{layer}{name}.weight"] = norm(width)
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}self_attn.{name}.weight"] = norm(head_dim)
-    return tensors | {"norm.weight": norm(hidden)}
+    tensors["norm.weight"] = norm(hidden)
+    if config["architectures"] == ["DFlash2DraftModel"]:
+        dflash2 = config | config.get("dflash_config", {})
+        kernel_size, groups = dflash2["conv_kernel_size"], hidden // dflash2["conv_group_size"]
+        for i in range(config["num_hidden_layers"]):
+            for conv in ("attention_conv", "mlp_conv"):
+                tensors[f"layers.{i}.{conv}.base_kernel"] = (
+                    torch.randn(2, kernel_size, hidden, generator=generator) * 0.7
+                )
+                tensors[f"layers.{i}.{conv}.kernel_projection.weight"] = weight(2 * kernel_size * groups, hidden) * 0.3
+        rank = dflash2["selector_rank"]
+        for codebook in ("predecessor_codebook", "successor_codebook"):
+            codes = torch.randn(config["vocab_size"], rank, generator=generator)
+            tensors[f"candidate_selector.{codebook}"] = codes
+        tensors["candidate_selector.hidden_projection.weight"] = weight(rank, hidden)
+    return tensors
 
 
 def write_draft(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:

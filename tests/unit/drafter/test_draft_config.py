@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tandem.checkpoints.draft_config import DraftConfig, DraftLayer
+from tandem.checkpoints.draft_config import DFlash2Config, DraftConfig, DraftLayer
 from tandem.errors import StartupError
-from tests.fakes.draft_folders import draft_config
+from tests.fakes.draft_folders import dflash2_config, draft_config
 
 # As published for Qwen3-8B (values of the public training template).
 QWEN3_8B = {
@@ -97,8 +97,9 @@ def test_windows_and_causality(changes: dict[str, Any], layers: list[tuple[bool,
 @pytest.mark.parametrize(
     ("changes", "key", "says"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlash v1"),
+        ({"architectures": ["DSparkDraftModel"]}, "architectures", "DFlash2DraftModel"),
         ({"architectures": ...}, "architectures", "DFlashDraftModel"),
+        ({"selector_rank": 4}, "selector_rank", "DFlash2"),
         ({"model_type": "llama"}, "model_type", "qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act", "silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "unknown key"),
@@ -144,3 +145,80 @@ def test_refusals_name_file_and_key(changes: dict[str, Any], key: str, says: str
     assert message.startswith(f"{tmp_path / 'config.json'}: {key}: ")
     assert says in message
     assert "\n" not in message
+
+
+# Values of a published DFlash2 config.json (Muse-Glimmer-30B).
+MUSE_GLIMMER_30B = {
+    "architectures": ["DFlash2DraftModel"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "dflash_config": {
+        "block_size": 16,
+        "conv_group_size": 16,
+        "conv_kernel_size": 2,
+        "final_logit_softcapping": 20.0,
+        "mask_token_id": 201818,
+        "output_multiplier": 0.196116,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+        "target_layer_ids": [1, 13, 25, 37, 49],
+    },
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 52,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+    "sliding_window": 2048,
+    "use_sliding_window": True,
+    "vocab_size": 202048,
+}
+
+
+def test_published_dflash2_config(tmp_path: Path) -> None:
+    """A published DFlash2 config.json loads unchanged, with every value where it belongs."""
+    config = load(tmp_path, MUSE_GLIMMER_30B)
+    assert config.dflash2 == DFlash2Config(2, 16, 256, 16)
+    assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 201818, (1, 13, 25, 37, 49))
+    assert (config.output_multiplier, config.final_logit_softcapping) == (0.196116, 20.0)
+    assert config.layers == (DraftLayer(causal=False, window=2048),) * 5
+    assert load(tmp_path, QWEN3_8B).dflash2 is None
+
+
+def test_dflash2_keys_at_the_top_level(tmp_path: Path) -> None:
+    """As all of dflash_config's keys, they may stand at the top level, and dflash_config wins."""
+    inner = dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank"), ...)
+    top = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 99}
+    config = load(tmp_path, dflash2_config(inner, **top))
+    assert config.dflash2 == DFlash2Config(3, 8, 5, 6)
+
+
+@pytest.mark.parametrize(
+    ("inner", "changes", "key", "says"),
+    [
+        *(({key: ...}, {}, key, "missing") for key in ("conv_kernel_size", "conv_group_size", "selector_rank")),
+        ({"selector_top_k": ...}, {}, "selector_top_k", "missing"),
+        ({"conv_kernel_size": 0}, {}, "conv_kernel_size", "at least 1"),
+        ({"conv_group_size": 24}, {}, "conv_group_size", "divide hidden_size 64"),
+        ({"selector_top_k": 513}, {}, "selector_top_k", "at most vocab_size 512"),
+        ({}, {"draft_vocab_size": 5}, "selector_top_k", "at most draft_vocab_size 5"),
+        ({"selector_temperature": 1.0}, {}, "dflash_config.selector_temperature", "unknown key"),
+        ({}, {"selector_bias": True}, "selector_bias", "unknown key"),
+        ({"projector_type": "domino"}, {}, "dflash_config.projector_type", "Domino"),
+        ({}, {"architectures": ["DFlashDraftModel"]}, "dflash_config.conv_group_size", "DFlash2"),
+    ],
+)
+def test_dflash2_refusals(inner: dict[str, Any], changes: dict[str, Any], key: str, says: str, tmp_path: Path) -> None:
+    """As for DFlash: what would not be honoured is refused by name."""
+    with pytest.raises(StartupError) as caught:
+        load(tmp_path, dflash2_config(inner, **changes))
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'config.json'}: {key}: ")
+    assert says in message

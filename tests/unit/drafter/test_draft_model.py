@@ -1,5 +1,6 @@
 """The draft network against the DFlash authors' own code (PyPI `dflash`), float32 on CPU."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from tandem.layers.argmax import argmax_rows
+from tandem.layers.top_k import top_k_rows
+from tandem.speculation import DraftShape
 from tests.fakes import tiny_models
 from tests.fakes.draft_folders import HIDDEN, VOCAB, draft_config, draft_tensors, write_draft, write_target
 
@@ -188,6 +191,87 @@ def test_fewer_nodes_are_a_prefix_of_more(tmp_path: Path) -> None:
             assert proposals.log_probs == pytest.approx(full.log_probs[:n], abs=1e-5)
 
 
+def best_prefixes(log_probs: torch.Tensor, count: int) -> list[tuple[tuple[int, ...], float]]:
+    """The `count` most probable prefixes, best first, over the whole vocabulary [slots, vocab]: the best of one length
+    extend the best of the length before."""
+    level: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    found: list[tuple[tuple[int, ...], float]] = []
+    for row in log_probs.tolist():
+        longer = [((*path, token), score + x) for path, score in level for token, x in enumerate(row)]
+        level = sorted(longer, key=lambda p: -p[1])[:count]
+        found += level
+    return sorted(found, key=lambda p: -p[1])[:count]
+
+
+@pytest.mark.parametrize("nodes", [14, 30])
+def test_trees_are_the_most_probable_prefixes_of_the_reference(nodes: int, tmp_path: Path) -> None:
+    """By the reference's logits over the whole vocabulary, node for node."""
+    model, oracle = make_pair(tmp_path, output_multiplier=0.8)
+    taps, kv = random_taps(33, seed=12), model.new_context()
+    model.write_context([ContextRows(kv, 0, oracle.features(taps))])
+    draft = model.draft([BlockRequest(kv, 33, 17, nodes, DraftShape.TREE)])[0]
+    log_probs = oracle.logits(taps, 17).log_softmax(dim=-1)
+    expected = best_prefixes(log_probs, nodes)
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append((*paths[parent], token))
+    assert paths[1:] == [path for path, _ in expected]
+    assert draft.path_log_probs() == pytest.approx([score for _, score in expected], abs=1e-3)
+    assert max(draft.depths) > 2
+    assert max(Counter(draft.parents).values()) > 2
+
+
+def test_small_trees_hold_the_block(tmp_path: Path) -> None:
+    """A tree that is not much larger than a block begins with that block."""
+    model, oracle = make_pair(tmp_path, output_multiplier=0.8)
+    kv = model.new_context()
+    model.write_context([ContextRows(kv, 0, oracle.features(random_taps(9, seed=2)))])
+    chain = model.draft([block(model, kv, 9, 5)])[0]
+    for nodes in (3, 7, 10, 13):
+        tree = model.draft([BlockRequest(kv, 9, 5, nodes, DraftShape.TREE)])[0]
+        assert len(tree) == nodes
+        assert tree.tokens[:7] == chain.tokens[:nodes]
+        assert tree.parents[:7] == chain.parents[:nodes]
+
+
+def test_blocks_and_trees_share_a_forward(tmp_path: Path) -> None:
+    """In any order, each draft is the one its request would get alone."""
+    model, oracle = make_pair(tmp_path, output_multiplier=0.8)
+    wanted = [(20, DraftShape.TREE), (7, DraftShape.BLOCK), (1, DraftShape.TREE), (3, DraftShape.BLOCK)]
+    requests = []
+    for i, (nodes, shape) in enumerate(wanted):
+        kv = model.new_context()
+        model.write_context([ContextRows(kv, 0, oracle.features(random_taps(5 + i, seed=i)))])
+        requests.append(BlockRequest(kv, 5 + i, 9 + i, nodes, shape))
+    drafts = model.draft(requests)
+    assert [len(draft) for draft in drafts] == [20, 7, 1, 3]
+    for draft, request in zip(drafts, requests, strict=True):
+        alone = model.draft([request])[0]
+        assert (draft.tokens, draft.parents) == (alone.tokens, alone.parents)
+        assert draft.log_probs == pytest.approx(alone.log_probs, abs=1e-5)
+
+
+def test_trees_of_a_reduced_head(tmp_path: Path) -> None:
+    """Nodes carry the target's token ids, and the best prefixes are those among the reduced head's tokens."""
+    config = draft_config(output_multiplier=0.8)
+    tensors = draft_tensors(config)
+    target = write_target(tmp_path / "target")
+    tokens = torch.arange(3, 510, 11)
+    d2t = {"d2t": tokens - torch.arange(len(tokens))}
+    folder = write_draft(tmp_path / "draft", {**config, "draft_vocab_size": len(tokens)}, {**tensors, **d2t})
+    model = DraftModel.load(folder, target, torch.float32, torch.device("cpu"))
+    oracle = Oracle(config, tensors, load_file(target / "model.safetensors"))
+    taps, kv = random_taps(33, seed=12), model.new_context()
+    model.write_context([ContextRows(kv, 0, oracle.features(taps))])
+    draft = model.draft([BlockRequest(kv, 33, 17, 25, DraftShape.TREE)])[0]
+    expected = best_prefixes(oracle.logits(taps, 17)[:, tokens].log_softmax(dim=-1), 25)
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append((*paths[parent], token))
+    assert paths[1:] == [tuple(tokens[i].item() for i in path) for path, _ in expected]
+    assert max(draft.depths) > 2
+
+
 def test_positions_past_the_trained_range_are_drafted(tmp_path: Path) -> None:
     """A sequence that passes max_position_embeddings goes on being drafted at its true positions."""
     model, oracle = make_pair(tmp_path, max_position_embeddings=16)
@@ -233,3 +317,14 @@ def test_argmax_takes_the_first_of_equals() -> None:
     for columns in (VOCAB, 49152, 1000, 641, 7):
         x = torch.randint(0, 50, (9, columns), generator=generator).float()
         assert torch.equal(argmax_rows(x), torch.stack([(row == row.max()).nonzero()[0, 0] for row in x]))
+
+
+def test_top_k_is_that_of_whole_rows() -> None:
+    """As torch.topk over whole rows, for vocabularies that are and are not searched piece by piece."""
+    generator = torch.Generator().manual_seed(0)
+    for columns, k in ((49152, 32), (8192, 5), (8192, 32), (1000, 7), (7, 7), (151936, 1)):
+        x = torch.randn(5, columns, generator=generator)
+        values, indices = top_k_rows(x, k)
+        expected = x.topk(k)
+        assert torch.equal(values, expected.values)
+        assert torch.equal(indices, expected.indices)

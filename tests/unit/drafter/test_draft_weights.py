@@ -8,7 +8,14 @@ import torch
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from tandem.errors import StartupError
-from tests.fakes.draft_folders import HIDDEN, draft_config, draft_tensors, write_draft, write_target
+from tests.fakes.draft_folders import (
+    HIDDEN,
+    dflash2_config,
+    draft_config,
+    draft_tensors,
+    write_draft,
+    write_target,
+)
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -98,3 +105,29 @@ def test_a_broken_draft_vocabulary_is_refused(tmp_path: Path, tokens: list[int])
     folder = write_draft(tmp_path / "draft", config, tensors)
     with pytest.raises(StartupError, match="d2t"):
         DraftModel.load(folder, write_target(tmp_path / "target"), torch.float32, CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("layers.2.mlp_conv.base_kernel", "[2, 2, 64]"),
+        ("layers.0.attention_conv.kernel_projection.weight", "[16, 64]"),
+        ("candidate_selector.successor_codebook", "[512, 12]"),
+        ("candidate_selector.hidden_projection.weight", "[12, 64]"),
+    ],
+)
+def test_dflash2_tensors_are_checked(name: str, width: str, tmp_path: Path) -> None:
+    """Each of DFlash2's tensors is missed by name, checked by shape, and refused in a DFlash folder."""
+    config = dflash2_config()
+    tensors = draft_tensors(config)
+    target = write_target(tmp_path / "target")
+    missing = {key: value for key, value in tensors.items() if key != name}
+    for changed, says in ((missing, "is missing"), (tensors | {name: torch.zeros(3)}, f"config.json means {width}")):
+        folder = write_draft(tmp_path / "draft", config, changed)
+        with pytest.raises(StartupError) as caught:
+            DraftModel.load(folder, target, torch.float32, CPU)
+        assert name in str(caught.value)
+        assert says in str(caught.value)
+    folder = write_draft(tmp_path / "draft", draft_config(), draft_tensors(draft_config()) | {name: tensors[name]})
+    with pytest.raises(StartupError, match=f"unexpected tensor {name}"):
+        DraftModel.load(folder, target, torch.float32, CPU)

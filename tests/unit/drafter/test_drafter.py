@@ -8,7 +8,7 @@ from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from drafter_service.drafter import Drafter
 from drafter_service.messages import Gap, ProtocolError
 from drafter_service.metrics import DrafterMetrics
-from tandem.speculation import Context, DraftRequest, Round
+from tandem.speculation import Context, DraftRequest, DraftShape, Round
 from tests.fakes.draft_folders import HIDDEN, VOCAB, draft_config, draft_tensors, write_draft, write_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
@@ -40,8 +40,15 @@ def context(sequence: int, start: int, count: int, epoch: int = 0) -> Context:
     return Context(sequence, epoch, start, count, data)
 
 
-def request(sequence: int, base: int, epoch: int = 0, max_nodes: int = 7, anchor: int = 9) -> DraftRequest:
-    return DraftRequest(sequence, epoch, base, anchor, max_nodes)
+def request(
+    sequence: int,
+    base: int,
+    epoch: int = 0,
+    max_nodes: int = 7,
+    anchor: int = 9,
+    shape: DraftShape = DraftShape.BLOCK,
+) -> DraftRequest:
+    return DraftRequest(sequence, epoch, base, anchor, max_nodes, shape)
 
 
 def expected_tokens(model: DraftModel, sequence: int, base: int, anchor: int = 9, nodes: int = 7) -> list[int]:
@@ -80,6 +87,37 @@ def test_more_nodes_than_a_block_has_are_cut(drafter: Drafter) -> None:
     """A verifier may ask for more than the block holds."""
     answer = drafter.work([Round([context(1, 0, 4)], [request(1, 4, max_nodes=99)], [])])
     assert len(answer.drafts[0].draft) == 7
+
+
+def test_each_request_gets_its_shape(drafter: Drafter, model: DraftModel, registry: CollectorRegistry) -> None:
+    """Blocks and trees, each within its own max_nodes, come of one forward."""
+    contexts = [context(1, 0, 10), context(2, 0, 8), context(3, 0, 6)]
+    requests = [
+        request(1, 10, max_nodes=20, shape=DraftShape.TREE),
+        request(2, 8, max_nodes=4),
+        request(3, 6, max_nodes=16, shape=DraftShape.TREE),
+    ]
+    drafts = {d.sequence_id: d.draft for d in drafter.work([Round(contexts, requests, [])]).drafts}
+    assert {sequence: len(draft) for sequence, draft in drafts.items()} == {1: 20, 2: 4, 3: 16}
+    assert drafts[2].tokens == expected_tokens(model, 2, 8, nodes=4)
+    assert drafts[2].is_chain
+    for sequence in (1, 3):
+        drafts[sequence].check(VOCAB, 20)
+        kv = model.new_context()
+        base = {1: 10, 3: 6}[sequence]
+        model.write_context([ContextRows(kv, 0, features(sequence)[:base])])
+        alone = model.draft([BlockRequest(kv, base, 9, len(drafts[sequence]), DraftShape.TREE)])[0]
+        assert drafts[sequence].tokens == alone.tokens
+        assert drafts[sequence].parents == alone.parents
+    assert registry.get_sample_value("tandem_drafter_forward_seconds_count") == 1
+    assert registry.get_sample_value("tandem_drafter_draft_tokens_total") == 40
+
+
+def test_trees_have_a_size_limit(drafter: Drafter) -> None:
+    """No request keeps a drafter busy for long, whatever it asks for."""
+    huge = request(1, 4, max_nodes=2**32 - 1, shape=DraftShape.TREE)
+    answer = drafter.work([Round([context(1, 0, 4)], [huge], [])])
+    assert len(answer.drafts[0].draft) == 1024
 
 
 def test_gaps_are_reported_once_and_filled(drafter: Drafter, model: DraftModel) -> None:
