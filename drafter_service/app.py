@@ -1,18 +1,19 @@
-"""Wiring of the drafter: model, link to the verifier, health, metrics, signals."""
+"""Wiring of the drafter: what it drafts with, link to the verifier, health, metrics, signals."""
 
 import asyncio
 import contextlib
 import gc
+import json
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
-from drafter_service.drafter import Drafter
-from drafter_service.loading import load_draft_model
 from drafter_service.metrics import DrafterMetrics
-from drafter_service.verifier_link import VerifierLink
-from tandem.checkpoints.folder import fingerprint
+from drafter_service.verifier_link import RoundWorker, VerifierLink
 from tandem.config import StackConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
@@ -26,11 +27,20 @@ SERVICE = "tandem.Drafter"
 """Health is SERVING under this name while registered with the verifier."""
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What drafts come from."""
+
+    registration: speculation_pb2.Registration
+    new_worker: Callable[[str], RoundWorker]
+    """Given the dtype of the verifier's features."""
+
+
 async def run_drafter(config: StackConfig) -> None:
     """Draft until SIGTERM or SIGINT."""
-    if config.draft_model is None:
-        raise StartupError("draft_model: the drafter needs one, the config names none")
     section = config.drafter
+    if section.draft_source == "dflash" and config.draft_model is None:
+        raise StartupError("draft_model: the drafter needs one, the config names none")
     server = grpc.aio.server(options=server_options())
     health = Health(server, [SERVICE], section.reflection)
     port = bind(server, section.listen, "drafter.listen")
@@ -38,22 +48,14 @@ async def run_drafter(config: StackConfig) -> None:
     serve_metrics(section.metrics_listen, "drafter.metrics_listen", registry)
     metrics = DrafterMetrics(registry)
 
-    model = load_draft_model(config.draft_model, config.target, section)
+    source = _dflash(config, metrics) if section.draft_source == "dflash" else _ngram(config, metrics)
     # What was loaded lives as long as the process: collections need not look at it.
     gc.freeze()
     link = VerifierLink(
         verifier=section.verifier,
-        registration=speculation_pb2.Registration(
-            protocol_version=PROTOCOL_VERSION,
-            draft_model_fingerprint=fingerprint(config.draft_model),
-            block_size=model.config.block_size,
-            vocab_size=model.config.vocab_size,
-            target_layer_ids=model.config.target_layer_ids,
-            hidden_size=model.config.hidden_size,
-            drafter_name=section.name,
-        ),
+        registration=source.registration,
         reconnect_max_seconds=section.reconnect_max_seconds,
-        new_worker=lambda feature_dtype: Drafter(model, feature_dtype, metrics),
+        new_worker=source.new_worker,
         on_registered=health.set_ready,
         metrics=metrics,
     )
@@ -70,3 +72,50 @@ async def run_drafter(config: StackConfig) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await linked
     await server.stop(0.5)
+
+
+def _dflash(config: StackConfig, metrics: DrafterMetrics) -> _Source:
+    # Torch is imported here: an n-gram drafter does without.
+    from drafter_service.drafter import Drafter
+    from drafter_service.loading import load_draft_model
+    from tandem.checkpoints.folder import fingerprint
+
+    assert config.draft_model
+    model = load_draft_model(config.draft_model, config.target, config.drafter)
+    registration = speculation_pb2.Registration(
+        protocol_version=PROTOCOL_VERSION,
+        draft_source=speculation_pb2.DRAFT_SOURCE_DFLASH,
+        draft_model_fingerprint=fingerprint(config.draft_model),
+        block_size=model.config.block_size,
+        vocab_size=model.config.vocab_size,
+        target_layer_ids=model.config.target_layer_ids,
+        hidden_size=model.config.hidden_size,
+        drafter_name=config.drafter.name,
+    )
+    return _Source(registration, lambda feature_dtype: Drafter(model, feature_dtype, metrics))
+
+
+def _ngram(config: StackConfig, metrics: DrafterMetrics) -> _Source:
+    from drafter_service.ngram_drafter import NgramDrafter
+
+    vocab_size = _vocab_size(config.target)
+    registration = speculation_pb2.Registration(
+        protocol_version=PROTOCOL_VERSION,
+        draft_source=speculation_pb2.DRAFT_SOURCE_NGRAM,
+        vocab_size=vocab_size,
+        drafter_name=config.drafter.name,
+    )
+    return _Source(registration, lambda _: NgramDrafter(config.drafter, vocab_size, metrics))
+
+
+def _vocab_size(target: Path) -> int:
+    """Of the target's config.json, where multimodal checkpoints keep the language model's under text_config."""
+    where = target / "config.json"
+    try:
+        config = json.loads(where.read_text())
+        size = config.get("text_config", config)["vocab_size"]
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise StartupError(f"{where}: vocab_size: cannot be read: {error!r}") from None
+    if not isinstance(size, int) or size < 1:
+        raise StartupError(f"{where}: vocab_size: must be a number of at least 1, is {size!r}")
+    return size

@@ -31,8 +31,8 @@ class ContextStore(Generic[Storage]):
     def extend(self, sequence_id: int, epoch: int, start: int, count: int) -> Storage | Gap | None:
         """Where to write positions [start, start + count), which then count as held.
 
-        A later epoch starts the sequence anew; of an earlier one nothing is wanted: None. Positions already held may
-        come again; a start beyond what is held is a Gap and changes nothing else.
+        A later epoch starts the sequence anew, with new storage; of an earlier one nothing is wanted: None. Positions
+        already held may come again; a start beyond what is held is a Gap and changes nothing else.
         """
         held = self._at_epoch(sequence_id, epoch)
         if held is None:
@@ -61,5 +61,5 @@ class ContextStore(Generic[Storage]):
         if held is None:
             held = self._sequences[sequence_id] = _Held(epoch, self._new_storage())
         if epoch > held.epoch:
-            held.epoch, held.positions = epoch, 0
+            held = self._sequences[sequence_id] = _Held(epoch, self._new_storage())
         return held if epoch == held.epoch else None

@@ -11,7 +11,7 @@ class ProtocolError(ValueError):
 
 @dataclass(frozen=True)
 class Gap:
-    """Features of this sequence are missing from held_positions on."""
+    """Features, or tokens, of this sequence are missing from held_positions on."""
 
     sequence_id: int
     epoch: int

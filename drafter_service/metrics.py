@@ -24,14 +24,17 @@ class DrafterMetrics:
 
         self.rounds = counter("rounds", "Rounds received")
         self.drafts = counter("drafts", "Drafts sent")
+        self.empty_drafts = counter("empty_drafts", "Of those, drafts without tokens: there was nothing to propose")
         self.draft_tokens = counter("draft_tokens", "Tokens of the drafts sent")
-        self.context_positions = counter("context_positions", "Positions whose features were received and stored")
-        self.context_gaps = counter("context_gaps", "Times missing features were asked for")
+        self.context_positions = counter("context_positions", "Positions whose features or tokens were stored")
+        self.context_gaps = counter("context_gaps", "Times missing features or tokens were asked for")
         self.stale_requests = counter("stale_requests", "Requests not drafted: their sequence has moved on")
         self.reconnects = counter("reconnects", "Attempts to reach the verifier after the first")
         self.registrations_refused = counter("registrations_refused", "Times the verifier refused this drafter")
         self.context_seconds = histogram("context_seconds", "Computing the context of one batch", STEP_BUCKETS)
-        self.forward_seconds = histogram("forward_seconds", "One forward over a batch of blocks", STEP_BUCKETS)
-        self.batch_size = histogram("batch_size", "Sequences drafted in one forward", _BATCH_BUCKETS)
+        self.forward_seconds = histogram(
+            "forward_seconds", "One batch: its forward, or its n-gram lookups", STEP_BUCKETS
+        )
+        self.batch_size = histogram("batch_size", "Sequences drafted in one batch", _BATCH_BUCKETS)
         self.sequences = gauge("sequences", "Sequences whose context is held")
         self.registered = gauge("registered", "1 while registered with the verifier")

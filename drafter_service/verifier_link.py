@@ -12,7 +12,7 @@ import grpc
 from drafter_service.messages import Answer, ProtocolError
 from drafter_service.metrics import DrafterMetrics
 from tandem.rpc import channel_options
-from tandem.speculation import Context, DraftRequest, Round
+from tandem.speculation import Context, DraftRequest, DraftShape, Round
 from tandem.v1 import speculation_pb2 as pb
 from tandem.v1 import speculation_pb2_grpc
 
@@ -22,6 +22,11 @@ _FIRST_PAUSE_SECONDS = 0.1
 _REGISTRATION_TIMEOUT_SECONDS = 10.0
 _LEAVE_TIMEOUT_SECONDS = 1.0
 _DTYPES = {pb.FEATURE_DTYPE_BFLOAT16: "bfloat16", pb.FEATURE_DTYPE_FLOAT32: "float32"}
+_SHAPES = {
+    pb.DRAFT_SHAPE_UNSPECIFIED: DraftShape.BLOCK,
+    pb.DRAFT_SHAPE_BLOCK: DraftShape.BLOCK,
+    pb.DRAFT_SHAPE_TREE: DraftShape.TREE,
+}
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -33,7 +38,7 @@ Inbox = asyncio.Queue[pb.VerifierMessage | None]
 
 
 class RoundWorker(Protocol):
-    """What does the work of one stream; see drafter_service.drafter.Drafter."""
+    """What does the work of one stream; see drafter_service.drafter.Drafter and ngram_drafter.NgramDrafter."""
 
     def work(self, rounds: list[Round]) -> Answer: ...
 
@@ -197,10 +202,22 @@ def _to_round(message: pb.VerifierMessage) -> Round:
         raise ProtocolError(f"message: expected a round, is {message.WhichOneof('message') or 'unset'}")
     work = message.round
     return Round(
-        contexts=[Context(c.sequence_id, c.epoch, c.start_position, c.count, c.features) for c in work.contexts],
-        requests=[DraftRequest(r.sequence_id, r.epoch, r.base_position, r.anchor, r.max_nodes) for r in work.requests],
+        contexts=[
+            Context(c.sequence_id, c.epoch, c.start_position, c.count, c.features, tuple(c.token_ids))
+            for c in work.contexts
+        ],
+        requests=[
+            DraftRequest(r.sequence_id, r.epoch, r.base_position, r.anchor, r.max_nodes, _to_shape(r.shape))
+            for r in work.requests
+        ],
         released_sequence_ids=list(work.released_sequence_ids),
     )
+
+
+def _to_shape(shape: "pb.DraftShape.ValueType") -> DraftShape:
+    if shape not in _SHAPES:
+        raise ProtocolError(f"requests.shape: {shape} is unknown")
+    return _SHAPES[shape]
 
 
 def _to_messages(answer: Answer) -> list[pb.DrafterMessage]:

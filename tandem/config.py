@@ -4,7 +4,7 @@ Paths are relative to the file. Unknown keys, wrong types and missing folders ar
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import (
@@ -29,8 +29,7 @@ def _address(value: str) -> str:
 
 
 def _folder(value: str | Path, info: ValidationInfo) -> Path:
-    base = (info.context or {}).get("base", Path())
-    path = (base / Path(value).expanduser()).resolve()
+    path = _path(value, info)
     if not (path / "config.json").is_file():
         raise ValueError(f"no config.json in {path}")
     return path
@@ -41,8 +40,23 @@ def _yaml_off(value: object) -> object:
     return "off" if value is False else value
 
 
+def _file(value: str | Path, info: ValidationInfo) -> Path:
+    path = _path(value, info)
+    if not path.is_file():
+        raise ValueError(f"no file {path}")
+    return path
+
+
+def _path(value: str | Path, info: ValidationInfo) -> Path:
+    base = (info.context or {}).get("base", Path())
+    return (base / Path(value).expanduser()).resolve()
+
+
 Address = Annotated[str, AfterValidator(_address)]
 ModelFolder = Annotated[Path, AfterValidator(_folder)]
+InputFile = Annotated[Path, AfterValidator(_file)]
+OutputFolder = Annotated[Path, AfterValidator(_path)]
+Config = TypeVar("Config", bound=BaseModel)
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
 
@@ -97,8 +111,12 @@ class VerifierConfig(_ComputeSection):
     listen: Address = "127.0.0.1:7601"
     name: str = "verifier"
     """For logs and drafters."""
-    speculation_mode: Annotated[Literal["off", "block"], BeforeValidator(_yaml_off)] = "block"
-    """What requests that name no mode get."""
+    speculation_mode: Annotated[Literal["off", "block", "tree", "auto"], BeforeValidator(_yaml_off)] = "auto"
+    """What requests that name no mode get. auto: each step what pays most at that moment."""
+    max_draft_nodes: int = Field(default=32, ge=1, le=256)
+    """Draft tokens a step verifies per sequence at most."""
+    warm_up_seconds: float = Field(default=2.0, ge=0)
+    """About how long steps are measured at start, for mode auto."""
     max_context: int | None = Field(default=None, ge=2)
     """Tokens a sequence may hold; unset is the target's max_position_embeddings."""
     kv_block_tokens: int = Field(default=32, ge=1)
@@ -129,6 +147,18 @@ class DrafterConfig(_ComputeSection):
     """For logs and metrics."""
     reconnect_max_seconds: float = Field(default=5.0, gt=0)
     """Longest pause between attempts to reach the verifier."""
+    draft_source: Literal["dflash", "ngram"] = "dflash"
+    """What drafts come from: draft_model, or the sequence's own text, which needs no model and no torch."""
+    ngram_max: int = Field(default=8, ge=1, le=64)
+    """Tokens of the longest suffix of the text that is looked up in it, for ngram."""
+    ngram_min: int = Field(default=2, ge=1, le=64)
+    """Tokens of the shortest, for ngram. 1 drafts more often and is wrong more often."""
+    ngram_block_size: int = Field(default=16, ge=2)
+    """Tokens of a block at most, the anchor included, for ngram."""
+
+
+_DFLASH_KEYS = ("device", "dtype", "threads", "omp_spin_count")
+_NGRAM_KEYS = ("ngram_max", "ngram_min", "ngram_block_size")
 
 
 class StackConfig(_Section):
@@ -137,22 +167,47 @@ class StackConfig(_Section):
     target: ModelFolder
     """The target: a Hugging Face folder (config.json, safetensors, tokenizer.json)."""
     draft_model: ModelFolder | None = None
-    """The draft model: a DFlash folder. Unset: plain decoding only."""
+    """The draft model: a DFlash folder. Unset: plain decoding only, unless the drafter's draft_source is ngram."""
     gateway: GatewayConfig = GatewayConfig()
     verifier: VerifierConfig = VerifierConfig()
     drafter: DrafterConfig = DrafterConfig()
 
+    @property
+    def speculates(self) -> bool:
+        """Whether there is anything to draft with."""
+        return self.draft_model is not None or self.drafter.draft_source == "ngram"
+
     @model_validator(mode="after")
-    def _speculation_needs_a_draft_model(self) -> "StackConfig":
+    def _speculation_needs_drafts(self) -> "StackConfig":
         asked = "speculation_mode" in self.verifier.model_fields_set and self.verifier.speculation_mode != "off"
-        if self.draft_model is None and asked:
-            raise ValueError(f"verifier.speculation_mode {self.verifier.speculation_mode!r} needs draft_model")
+        if asked and not self.speculates:
+            raise ValueError(
+                f"verifier.speculation_mode {self.verifier.speculation_mode!r} needs draft_model "
+                "or drafter.draft_source ngram"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafter_keys_fit_its_source(self) -> "StackConfig":
+        drafter = self.drafter
+        wrong = _DFLASH_KEYS if drafter.draft_source == "ngram" else _NGRAM_KEYS
+        for key in wrong:
+            if key in drafter.model_fields_set:
+                raise ValueError(f"drafter.{key}: does not apply to draft_source {drafter.draft_source}")
+        if drafter.ngram_min > drafter.ngram_max:
+            raise ValueError(
+                f"drafter.ngram_min: must be at most ngram_max {drafter.ngram_max}, is {drafter.ngram_min}"
+            )
         return self
 
 
 def load_config(path: str | Path) -> StackConfig:
     """Read and check a config file; StartupError with one line per wrong key."""
-    path = Path(path)
+    return read_config(Path(path), StackConfig)
+
+
+def read_config(path: Path, kind: type[Config]) -> Config:
+    """A YAML file as `kind`; paths in it are relative to the file. StartupError with one line per wrong key."""
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -162,7 +217,7 @@ def load_config(path: str | Path) -> StackConfig:
     if not isinstance(data, dict):
         raise StartupError(f"config {path}: must be a mapping with at least the key 'target'")
     try:
-        return StackConfig.model_validate(data, context={"base": path.parent})
+        return kind.model_validate(data, context={"base": path.parent})
     except ValidationError as error:
         lines = (_describe(e) for e in error.errors(include_url=False))
         raise StartupError("\n".join(f"config {path}: {line}" for line in lines)) from None

@@ -8,9 +8,10 @@ The stream between a drafter and a verifier. The drafter dials.
   verifier -> Round {contexts, requests}    any time, several per step allowed
   drafter  -> DraftBatch                    one or more per Round with requests
 
-A sequence's context K/V lives in the drafter it was assigned to. Contexts arrive in position order without
-gaps; a drafter that sees a gap (it restarted, or dropped a sequence) answers with ContextGap and is sent
-the missing features again. Nothing a drafter sends can change what is emitted.
+A sequence's context (its K/V, or for DRAFT_SOURCE_NGRAM its text) lives in the drafter it was assigned to.
+Contexts arrive in position order without gaps; a drafter that sees a gap (it restarted, or dropped a sequence)
+answers with ContextGap and is sent the missing positions again. A drafter with nothing to propose answers with a
+Draft without tokens, so that nobody waits for it. Nothing a drafter sends can change what is emitted.
 """
 
 from collections import abc as _abc
@@ -122,7 +123,7 @@ class DrafterMessage(_message.Message):
 
     @_builtins.property
     def gap(self) -> Global___ContextGap:
-        """Features are missing."""
+        """Features, or token ids, are missing."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ Global___VerifierMessage: _TypeAlias = VerifierMessage  # noqa: Y015
 
 @_typing.final
 class Registration(_message.Message):
-    """Who a drafter is. Every field must agree with the verifier's draft model."""
+    """Who a drafter is. Every field must agree with the verifier's draft model; see DraftSource."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -266,7 +267,7 @@ class Round(_message.Message):
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def contexts(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceContext]:
-        """Newly committed features; at most 2 MiB per message."""
+        """Newly committed positions; at most 2 MiB per message."""
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRequest]:
@@ -274,7 +275,7 @@ class Round(_message.Message):
 
     @_builtins.property
     def released_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that ended or moved away: drop their context K/V."""
+        """Sequences that ended or moved away: drop their contexts."""
 
     def __init__(
         self,
@@ -293,7 +294,7 @@ Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class SequenceContext(_message.Message):
-    """Features of consecutive committed positions of one sequence."""
+    """Features, or for DRAFT_SOURCE_NGRAM token ids, of consecutive committed positions of one sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,9 +309,9 @@ class SequenceContext(_message.Message):
     epoch: _builtins.int
     """Restarts of the sequence; a higher epoch drops what the drafter holds for it."""
     start_position: _builtins.int
-    """Position of the first feature."""
+    """The first position."""
     count: _builtins.int
-    """Number of features."""
+    """Number of positions."""
     features: _builtins.bytes
     """count x hidden_size values in feature_dtype, row-major; empty for DRAFT_SOURCE_NGRAM."""
     @_builtins.property
@@ -352,13 +353,13 @@ class DraftRequest(_message.Message):
     epoch: _builtins.int
     """Its epoch."""
     base_position: _builtins.int
-    """Its committed length: the anchor's position. The drafter must hold features of all positions below."""
+    """Its committed length: the anchor's position. The drafter must hold all positions below."""
     anchor: _builtins.int
     """The newest emitted token, root of the draft."""
     max_nodes: _builtins.int
     """Nodes wanted at most, the root not counted; at least 1."""
     shape: Global___DraftShape.ValueType
-    """Block or tree. A tree of up to max_nodes nodes; a block is no longer than the draft model's."""
+    """Block or tree. A tree of up to max_nodes nodes; a block is no longer than the draft model's (or the drafter's setting)."""
     def __init__(
         self,
         *,
@@ -408,7 +409,8 @@ Global___DraftBatch: _TypeAlias = DraftBatch  # noqa: Y015
 @_typing.final
 class Draft(_message.Message):
     """Candidate tokens after an anchor: a block (chain) or a tree. The root is implied at index 0; node i of the
-    arrays has index i + 1. Nodes come best first, parents before children, so every prefix is a tree.
+    arrays has index i + 1. Nodes come best first, parents before children, so every prefix is a tree. Without nodes:
+    there is nothing to propose, and the verifier goes on without waiting.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -435,7 +437,7 @@ class Draft(_message.Message):
 
     @_builtins.property
     def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Log-probability of each node given its parent, by the draft model."""
+        """Log-probability of each node given its parent, as the drafter estimates it."""
 
     def __init__(
         self,
@@ -457,7 +459,7 @@ Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class ContextGap(_message.Message):
-    """The drafter cannot extend or draft a sequence: features before start_position are missing."""
+    """The drafter cannot extend or draft a sequence: positions before start_position are missing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -469,7 +471,7 @@ class ContextGap(_message.Message):
     epoch: _builtins.int
     """Its epoch as last heard."""
     held_positions: _builtins.int
-    """Length of the context the drafter holds: send features from here on."""
+    """Length of the context the drafter holds: send it from here on."""
     def __init__(
         self,
         *,

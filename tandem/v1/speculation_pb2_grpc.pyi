@@ -8,9 +8,10 @@ The stream between a drafter and a verifier. The drafter dials.
   verifier -> Round {contexts, requests}    any time, several per step allowed
   drafter  -> DraftBatch                    one or more per Round with requests
 
-A sequence's context K/V lives in the drafter it was assigned to. Contexts arrive in position order without
-gaps; a drafter that sees a gap (it restarted, or dropped a sequence) answers with ContextGap and is sent
-the missing features again. Nothing a drafter sends can change what is emitted.
+A sequence's context (its K/V, or for DRAFT_SOURCE_NGRAM its text) lives in the drafter it was assigned to.
+Contexts arrive in position order without gaps; a drafter that sees a gap (it restarted, or dropped a sequence)
+answers with ContextGap and is sent the missing positions again. A drafter with nothing to propose answers with a
+Draft without tokens, so that nobody waits for it. Nothing a drafter sends can change what is emitted.
 """
 
 from collections import abc as _abc

@@ -258,6 +258,7 @@ class GetLoadResponse(_message.Message):
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     running_sequences: _builtins.int
     """Sequences that step."""
     waiting_sequences: _builtins.int
@@ -286,6 +287,10 @@ class GetLoadResponse(_message.Message):
     def median_plain_step(self) -> _generation_pb2.StepTiming:
         """Medians over the last 512 steps without drafts."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationState:
+        """What the speculation controller does at this moment; unset without speculation."""
+
     def __init__(
         self,
         *,
@@ -301,14 +306,73 @@ class GetLoadResponse(_message.Message):
         drafts: _builtins.int = ...,
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        speculation: Global___SpeculationState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "drafters", b"drafters", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "running_sequences", b"running_sequences", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "drafters", b"drafters", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "running_sequences", b"running_sequences", "speculation", b"speculation", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class SpeculationState(_message.Message):
+    """The present choice for requests in mode auto, and what it rests on. Gain and times are predictions for the present
+    load, 0 before there is anything to tell from.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    ASKED_NODES_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    GAIN_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFT_US_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    PLAIN_STEP_US_FIELD_NUMBER: _builtins.int
+    CALIBRATION_PER_DEPTH_FIELD_NUMBER: _builtins.int
+    mode: _generation_pb2.SpeculationMode.ValueType
+    """SPECULATION_MODE_TREE while drafts are asked for, SPECULATION_MODE_OFF while they are not."""
+    asked_nodes: _builtins.int
+    """Nodes asked for per sequence."""
+    reason: _builtins.str
+    """Why: "learning", "pays", "no gain", "probing drafts", "probing plain steps" or "no drafter"."""
+    gain: _builtins.float
+    """Tokens per second by speculating over those of plain decoding."""
+    expected_tokens: _builtins.float
+    """Expected per sequence and step when speculating."""
+    draft_us: _builtins.int
+    """Waited for drafts per step when speculating, microseconds."""
+    step_us: _builtins.int
+    """A step that verifies, microseconds."""
+    plain_step_us: _builtins.int
+    """A plain step, microseconds."""
+    @_builtins.property
+    def calibration_per_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Entry k: accepted draft tokens at depth k + 1 over what the draft model's probabilities promised."""
+
+    def __init__(
+        self,
+        *,
+        mode: _generation_pb2.SpeculationMode.ValueType = ...,
+        asked_nodes: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        gain: _builtins.float = ...,
+        expected_tokens: _builtins.float = ...,
+        draft_us: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        plain_step_us: _builtins.int = ...,
+        calibration_per_depth: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_nodes", b"asked_nodes", "calibration_per_depth", b"calibration_per_depth", "draft_us", b"draft_us", "expected_tokens", b"expected_tokens", "gain", b"gain", "mode", b"mode", "plain_step_us", b"plain_step_us", "reason", b"reason", "step_us", b"step_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationState: _TypeAlias = SpeculationState  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):

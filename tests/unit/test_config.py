@@ -48,9 +48,22 @@ def test_a_bare_off_is_the_mode(folder: Path) -> None:
         ({"target": "target", "verifier": {"kv_block": 3}}, ["verifier.kv_block", "unknown key"]),
         ({"target": "target", "verifier": {"kv_blocks": 0}}, ["verifier.kv_blocks", "greater than or equal to 2"]),
         ({"target": "target", "verifier": {"dtype": "int3"}}, ["verifier.dtype", "bfloat16", "float32"]),
+        ({"target": "target", "verifier": {"max_draft_nodes": 257}}, ["verifier.max_draft_nodes", "256"]),
+        ({"target": "target", "verifier": {"speculation_mode": "on"}}, ["speculation_mode", "'tree' or 'auto'"]),
         ({"target": "target", "gateway": {"listen": "7600"}}, ["gateway.listen", "HOST:PORT"]),
         ({"target": "target", "gateway": {"listen": "a:70000"}}, ["gateway.listen", "HOST:PORT"]),
         ({"target": "target", "verifier": {"speculation_mode": "block"}}, ["speculation_mode", "needs draft_model"]),
+        ({"target": "target", "drafter": {"draft_source": "eagle"}}, ["drafter.draft_source", "dflash", "ngram"]),
+        ({"target": "target", "drafter": {"ngram_max": 4}}, ["drafter.ngram_max", "draft_source dflash"]),
+        ({"target": "target", "drafter": {"ngram_block_size": 9}}, ["drafter.ngram_block_size", "draft_source dflash"]),
+        (
+            {"target": "target", "drafter": {"draft_source": "ngram", "dtype": "float32"}},
+            ["drafter.dtype", "draft_source ngram"],
+        ),
+        (
+            {"target": "target", "drafter": {"draft_source": "ngram", "ngram_max": 3, "ngram_min": 4}},
+            ["drafter.ngram_min", "at most ngram_max 3", "is 4"],
+        ),
         ("target: [", ["not YAML"]),
         ("- a\n- b", ["must be a mapping"]),
     ],
@@ -73,6 +86,21 @@ def test_every_wrong_key_has_a_line(folder: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"nowhere\.yaml: No such file"):
         load_config(tmp_path / "nowhere.yaml")
+
+
+def test_the_n_gram_source_needs_no_draft_model(folder: Path) -> None:
+    """Speculation can be asked for; without either source it cannot."""
+    data = {"target": "target", "verifier": {"speculation_mode": "block"}, "drafter": {"draft_source": "ngram"}}
+    assert load_config(write(folder, data)).speculates
+    assert not load_config(write(folder, {"target": "target"})).speculates
+
+
+def test_the_n_gram_demo_config_is_valid_but_for_its_target(tmp_path: Path) -> None:
+    data = yaml.safe_load((Path(__file__).parents[2] / "configs" / "demo-ngram.yaml").read_text())
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config(write(tmp_path, {**data, "target": str(tmp_path)}))
+    assert config.speculates
+    assert config.draft_model is None
 
 
 def test_the_demo_config_is_valid_but_for_its_target(tmp_path: Path) -> None:
