@@ -1,4 +1,8 @@
-"""Runs one step of the target: rows to tensors, forward, sampling and walk, features of what was committed."""
+"""Runs one step of the target: rows to tensors, forward, sampling and walk, KV and features of what was committed.
+
+Rows of all segments lie flat: plain tokens, chains, trees and prompts mix. A tree's rows are written to consecutive KV
+slots, whatever their positions; those the walk accepted move to the front afterwards.
+"""
 
 import time
 from functools import partial
@@ -38,7 +42,7 @@ class ModelRunner:
         self._device = device
         self._min_rows = MIN_ROWS[model.dtype]
         shape = model.kv_shape(kv_blocks, block_tokens)
-        self._kv = [torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(model.config.layers)]
+        self._kv = torch.zeros(model.config.layers, *shape, dtype=model.dtype, device=device)
         hidden = features.config.hidden_size if features else 0
         self._feature_pool = FeaturePool(kv_blocks * block_tokens, hidden, model.dtype, device)
 
@@ -48,8 +52,8 @@ class ModelRunner:
         started = time.perf_counter()
         batch = self._batch(segments)
         tap_layers = self._features.config.target_layer_ids if self._features else ()
-        tapped = bool(tap_layers) and any(s.sequence.request.speculate for s in segments)
-        hidden, taps = self._model.forward(batch, self._kv, tap_layers if tapped else ())
+        tapped = bool(tap_layers) and any(s.sequence.request.speculates for s in segments)
+        hidden, taps = self._model.forward(batch, list(self._kv), tap_layers if tapped else ())
         logits = self._logits(segments, hidden)
         forward_seconds = time.perf_counter() - started
 
@@ -62,6 +66,7 @@ class ModelRunner:
                 first_logit += segment.nodes + 1
             else:
                 verdicts.append(Verdict(list(range(segment.rows)), [], []))
+        self._compact(segments, verdicts, batch.slots)
         if tapped:
             self._keep_features(segments, verdicts, batch.slots, taps)
         return StepResult(verdicts, batch.token_ids.shape[0], forward_seconds)
@@ -87,7 +92,7 @@ class ModelRunner:
             token_ids += segment.token_ids
             if segment.draft:
                 token_ids += segment.draft.tokens
-            positions += range(segment.start, segment.start + segment.rows)
+            positions += segment.positions
             slots.append(self._slots(segment.blocks, segment.start, segment.rows))
         padding = max(0, self._min_rows - len(token_ids))
         token_ids += [0] * padding
@@ -125,19 +130,39 @@ class ModelRunner:
         wanted += [wanted[-1]] * (count - len(wanted))
         return self._model.logits(hidden.index_select(0, torch.tensor(wanted).to(self._device)))
 
+    def _compact(self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor) -> None:
+        """Move the KV of accepted rows to consecutive slots, of all layers and sequences: read all, then write all."""
+        source: list[int] = []
+        target: list[int] = []
+        first_row = 0
+        for segment, verdict in zip(segments, verdicts, strict=True):
+            for to, row in enumerate(verdict.accepted_rows):
+                if row != to:
+                    source.append(first_row + row)
+                    target.append(first_row + to)
+            first_row += segment.rows
+        if source:
+            from_slots, to_slots = slots.index_select(
+                0, torch.tensor([source, target]).to(self._device).flatten()
+            ).chunk(2)
+            kv = self._kv.flatten(1, 2)
+            kv.index_copy_(1, to_slots, kv.index_select(1, from_slots))
+
     def _keep_features(
         self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: list[torch.Tensor]
     ) -> None:
         assert self._features
         rows: list[int] = []
+        kept: list[int] = []
         first_row = 0
         for segment, verdict in zip(segments, verdicts, strict=True):
-            if segment.sequence.request.speculate:
+            if segment.sequence.request.speculates:
                 rows += [first_row + row for row in verdict.accepted_rows]
+                kept += range(first_row, first_row + len(verdict.accepted_rows))
             first_row += segment.rows
         index = torch.tensor(rows).to(self._device)
         picked = torch.cat([tap.index_select(0, index) for tap in taps], dim=-1)
-        self._feature_pool.write(slots.index_select(0, index), self._features(picked))
+        self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), self._features(picked))
 
 
 def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:

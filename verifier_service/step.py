@@ -1,6 +1,7 @@
 """What passes between scheduler, model runner and engine: one step of the target."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from tandem.draft_tree import Draft
 from verifier_service.sequence import Sequence
@@ -8,7 +9,10 @@ from verifier_service.sequence import Sequence
 
 @dataclass(frozen=True)
 class Segment:
-    """The rows of one sequence in a step: tokens from its committed length on, then the nodes of its draft."""
+    """The rows of one sequence in a step: tokens from its committed length on, then the nodes of its draft.
+
+    Row i is written to KV slot start + i of the sequence; the nodes of a tree stand at positions by depth.
+    """
 
     sequence: Sequence
     start: int
@@ -30,6 +34,27 @@ class Segment:
     def rows(self) -> int:
         return len(self.token_ids) + self.nodes
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether every row sees all rows before it: plain tokens, a chain."""
+        return self.draft is None or self.draft.is_chain
+
+    @cached_property
+    def parents(self) -> list[int]:
+        """Of each row the row above it, -1 for the first; a row sees the prefix, the rows above it and itself."""
+        root = len(self.token_ids) - 1
+        return [*range(-1, root), *(root + parent for parent in (self.draft.parents if self.draft else []))]
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each row: the first stands at `start`, every other one behind the row above it."""
+        if self.is_causal:
+            return list(range(self.start, self.start + self.rows))
+        positions = [self.start]
+        for parent in self.parents[1:]:
+            positions.append(positions[parent] + 1)
+        return positions
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -47,7 +72,8 @@ class Verdict:
     """What a step decided for one segment."""
 
     accepted_rows: list[int]
-    """Rows of the segment that are committed now, in position order: all tokens, then the accepted nodes."""
+    """Rows of the segment that are committed now, in position order: all tokens, then the accepted nodes. The model
+    runner has moved their KV and features to the sequence's slots from its start on."""
     token_ids: list[int]
     """Chosen tokens: those of the accepted nodes, then the bonus; empty if the segment does not sample."""
     log_probs: list[float]

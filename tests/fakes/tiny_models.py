@@ -42,18 +42,20 @@ def random_target(folder: Path, seed: int = 0, **changes: Any) -> LlamaForCausal
     """A random Llama in fp32, saved; returns transformers' model of it, the oracle. Its logit gaps suit argmax."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-        bos_token_id=1,
-        eos_token_id=2,
-        **changes,
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.08,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **changes,
+        }
     )
     model = LlamaForCausalLM(config).eval().float()
     model.save_pretrained(folder)

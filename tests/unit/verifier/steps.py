@@ -44,15 +44,15 @@ class Hand:
         # Not in order, so that nothing relies on neighbouring blocks.
         self.blocks = list(range(1 + number * blocks, 1 + (number + 1) * blocks))[::-1]
 
-    def segment(self, count: int | None = None, draft: list[int] | None = None) -> Segment:
-        """The next `count` uncommitted tokens (all by default), then a block of draft tokens."""
+    def segment(self, count: int | None = None, draft: list[int] | Draft | None = None) -> Segment:
+        """The next `count` uncommitted tokens (all by default), then a block of draft tokens, or a tree."""
         sequence = self.sequence
         end = len(sequence.tokens) if count is None else sequence.committed + count
         return Segment(
             sequence,
             sequence.committed,
             sequence.tokens[sequence.committed : end],
-            Draft.block(draft, [0.0] * len(draft)) if draft else None,
+            Draft.block(draft, [0.0] * len(draft)) if isinstance(draft, list) else draft,
             end == len(sequence.tokens),
             self.blocks,
         )
@@ -65,3 +65,9 @@ def run(runner: ModelRunner, segments: list[Segment]) -> list[list[int]]:
         segment.sequence.committed += len(verdict.accepted_rows)
         segment.sequence.append(verdict.token_ids)
     return [v.token_ids for v in result.verdicts]
+
+
+def kv_of(runner: ModelRunner, hand: Hand, count: int) -> torch.Tensor:
+    """Keys and values of a sequence's first positions: [layers, count, 2, kv heads, head_dim]."""
+    slots = [hand.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(count)]
+    return runner._kv.flatten(1, 2)[:, slots]

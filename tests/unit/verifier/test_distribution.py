@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
+from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
 from tests.fakes.tiny_models import random_target
 from tests.unit.verifier.steps import Hand, make_runner, run
@@ -18,8 +19,8 @@ TEMPERATURE = 1.5
 DRAWS = 1500
 
 
-def exact_pairs(folder: Path) -> tuple[dict[tuple[int, int], float], int]:
-    """Joint distribution of the first two tokens by transformers' logits, and the most likely first token."""
+def exact_pairs(folder: Path) -> tuple[dict[tuple[int, int], float], list[int]]:
+    """Joint distribution of the first two tokens by transformers' logits, and the first tokens, the likeliest first."""
     oracle = random_target(folder)
 
     def next_probs(ids: list[int]) -> dict[int, float]:
@@ -30,17 +31,19 @@ def exact_pairs(folder: Path) -> tuple[dict[tuple[int, int], float], int]:
 
     first = next_probs(PROMPT)
     joint = {(a, b): p * q for a, p in first.items() for b, q in next_probs([*PROMPT, a]).items()}
-    return joint, max(first, key=lambda t: first[t])
+    return joint, list(first)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["none", "likely", "unlikely"])
+@pytest.mark.parametrize("draft", ["none", "likely", "unlikely", "tree"])
 def test_pairs_of_sampled_tokens_follow_the_targets_joint_distribution(tmp_path: Path, draft: str) -> None:
-    joint, likely = exact_pairs(tmp_path)
+    joint, first = exact_pairs(tmp_path)
     runner, _ = make_runner(tmp_path)
     hand = Hand(0, PROMPT)
     run(runner, [hand.segment(len(PROMPT) - 1)])
-    nodes = {"none": None, "likely": [likely, 3, 4], "unlikely": [0, 1, 2]}[draft]
+    under_second = [b for a, b in joint if a == first[1]][:2]
+    branching = Draft([*first[:3], *under_second], [0, 0, 0, 2, 2], [0.0] * 5)
+    nodes = {"none": None, "likely": [first[0], 3, 4], "unlikely": [0, 1, 2], "tree": branching}[draft]
     seen: Counter[tuple[int, int]] = Counter()
     accepted = 0
     for seed in range(DRAWS):
@@ -53,7 +56,7 @@ def test_pairs_of_sampled_tokens_follow_the_targets_joint_distribution(tmp_path:
         if len(chosen) == 1:
             chosen += run(runner, [hand.segment(draft=nodes)])[0]
         seen[(chosen[0], chosen[1])] += 1
-    assert (accepted > DRAWS / 10) == (draft == "likely")
+    assert (accepted > DRAWS / 10) == (draft in ("likely", "tree"))
     assert set(seen) <= set(joint)
     expected = np.array(list(joint.values())) * DRAWS
     observed = np.array([seen[pair] for pair in joint])
