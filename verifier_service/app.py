@@ -13,13 +13,14 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from tandem.checkpoints.folder import CheckpointFolder, fingerprint, read_json
-from tandem.config import StackConfig
+from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
 from tandem.rpc import Health, bind, server_options, wait_for_signal
+from tandem.speculation import SpeculationMode
 from tandem.torch_setup import pick_device, set_threads
 from tandem.v1 import speculation_pb2_grpc, verification_pb2_grpc
-from verifier_service.drafting import Drafting, DraftShape
+from verifier_service.drafting import Drafting, DraftLimits
 from verifier_service.engine import Engine
 from verifier_service.features import FeatureProjection
 from verifier_service.kv_cache import KvCache
@@ -28,6 +29,10 @@ from verifier_service.model_runner import ModelRunner
 from verifier_service.models.llama import LlamaModel
 from verifier_service.scheduler import Scheduler
 from verifier_service.servicer import VerifierInfo, VerifierServicer
+from verifier_service.speculation.controller import SpeculationController
+from verifier_service.speculation.costs import StepCosts, StepCurve
+from verifier_service.speculation.planner import SpeculationPlanner
+from verifier_service.speculation.warm_up import StepLimits, measure_steps, timed_steps
 from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
 
 logger = logging.getLogger(__name__)
@@ -85,11 +90,26 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
     model = LlamaModel(folder, dtype, device)
     features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
     runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device)
-    runner.warm_up(features.config.block_size if features else 1)
+    block_size = features.config.block_size if features else config.drafter.ngram_block_size
+    runner.warm_up(block_size if config.speculates else 1)
     logger.info("loaded %s in %.1fs", config.target.name, time.perf_counter() - started)
 
+    wanted = section.max_context or model.config.max_positions
+    if wanted > model.config.max_positions:
+        raise StartupError(f"verifier.max_context: must be at most the target's {model.config.max_positions}")
     metrics = VerifierMetrics(registry)
     kv = KvCache(section.kv_blocks, section.kv_block_tokens)
+    max_context = min(wanted, kv.total * section.kv_block_tokens)
+    if max_context < wanted:
+        logger.warning("context cut from %d to the KV's %d tokens (verifier.kv_blocks)", wanted, max_context)
+
+    limits, curve = None, StepCurve((1,), (0.01,))
+    if config.speculates:
+        limits = DraftLimits(block_size - 1, features.config.hidden_size * dtype.itemsize if features else 0)
+        curve = _measure(section, runner, max_context)
+    drafting = Drafting(limits, kv, runner.read_features, metrics)
+    controller = SpeculationController(StepCosts(curve), section.max_draft_nodes)
+    planner = SpeculationPlanner(controller, drafting, metrics)
     scheduler = Scheduler(
         kv=kv,
         max_running=section.max_running_sequences,
@@ -97,43 +117,54 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
         max_prefill_rows=section.max_prefill_rows,
         draft_timeout_seconds=section.draft_timeout_ms / 1000,
         overlap=section.overlap_drafting,
+        budget=planner.budget,
     )
-    shape = None
-    if features:
-        shape = DraftShape(features.config.block_size - 1, features.config.hidden_size * dtype.itemsize)
-    engine = Engine(scheduler, runner, Drafting(shape, kv, runner.read_features, metrics), metrics)
+    engine = Engine(scheduler, runner, drafting, planner, metrics)
     metrics.observe_load(engine.load)
 
-    wanted = section.max_context or model.config.max_positions
-    if wanted > model.config.max_positions:
-        raise StartupError(f"verifier.max_context: must be at most the target's {model.config.max_positions}")
-    max_context = min(wanted, kv.total * section.kv_block_tokens)
-    if max_context < wanted:
-        logger.warning("context cut from %d to the KV's %d tokens (verifier.kv_blocks)", wanted, max_context)
     info = VerifierInfo(
         model=config.target.name,
         max_context=max_context,
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids(config.target),
-        speculation_modes=["off", "block"] if features else ["off"],
-        default_speculation_mode=section.speculation_mode if features else "off",
+        speculation_modes=list(SpeculationMode) if config.speculates else [SpeculationMode.OFF],
+        default_speculation_mode=SpeculationMode(section.speculation_mode if config.speculates else "off"),
+        max_draft_nodes=section.max_draft_nodes if config.speculates else 0,
         dtype=section.dtype,
         draft_model_fingerprint=fingerprint(config.draft_model) if config.draft_model else "",
         max_waiting_sequences=section.max_waiting_sequences,
     )
-    if features is None:
+    if not config.speculates:
         return engine, info, None
     speculation = SpeculationInfo(
         draft_model_fingerprint=info.draft_model_fingerprint,
-        block_size=features.config.block_size,
-        vocab_size=features.config.vocab_size,
-        target_layer_ids=tuple(features.config.target_layer_ids),
-        hidden_size=features.config.hidden_size,
+        block_size=block_size,
+        max_draft_nodes=section.max_draft_nodes,
+        vocab_size=model.config.vocab_size,
+        target_layer_ids=tuple(features.config.target_layer_ids) if features else (),
+        hidden_size=features.config.hidden_size if features else 0,
         dtype=section.dtype,
         verifier_name=section.name,
         max_context=max_context,
     )
     return engine, info, speculation
+
+
+def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> StepCurve:
+    """What steps cost on this machine."""
+    sequences = section.max_running_sequences
+    limits = StepLimits(
+        rows=min(256, sequences * (1 + section.max_draft_nodes), max_context - 1),
+        sequences=sequences,
+        kv_blocks=section.kv_blocks,
+        block_tokens=section.kv_block_tokens,
+        max_context=max_context,
+    )
+    started = time.perf_counter()
+    curve = measure_steps(timed_steps(runner, limits), limits, section.warm_up_seconds)
+    points = ", ".join(f"{r}: {s * 1e3:.1f}" for r, s in zip(curve.rows, curve.seconds, strict=True))
+    logger.info("measured steps in %.1fs; ms by rows: %s", time.perf_counter() - started, points)
+    return curve
 
 
 def eos_token_ids(target: Path) -> list[int]:

@@ -1,17 +1,17 @@
 """Which drafter drafts for which sequence, and what it has been sent. Pure Python: knows no tensors and no RPC.
 
-A sequence's context K/V lives in one drafter. `sent` counts the features that drafter has been sent; what lies between
-`sent` and the committed length goes out with the next round. Prefill, resumption, a new drafter and a drafter that asks
-again after a gap are all the same rule with another `sent`.
+A sequence's context lives in one drafter. `sent` counts the positions whose features (for an n-gram drafter: token ids)
+it has been sent; what lies between `sent` and the committed length goes out with the next round. Prefill, resumption, a
+new drafter and a drafter that asks again after a gap are all the same rule with another `sent`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.speculation import Round
+from tandem.speculation import DraftSource, Round
 
 FEATURE_CHUNK_BYTES = 2 * 2**20
-"""Most bytes of features in one round: a long prompt's features go in pieces, so that drafts are not stuck behind."""
+"""Most bytes of contexts in one round: a long prompt's go in pieces, so that drafts are not stuck behind."""
 
 
 @dataclass(eq=False)
@@ -21,6 +21,8 @@ class Drafter:
     name: str
     send: Callable[[Round], None]
     """Hands a round to the connection; never blocks."""
+    source: DraftSource = DraftSource.DFLASH
+    """What it drafts with, and so what it is sent."""
     sent: dict[int, int] = field(default_factory=dict)
     """Per assigned sequence id: positions sent."""
     released: list[int] = field(default_factory=list)

@@ -21,6 +21,7 @@ from verifier_service.load import Load, RecentSteps, Totals
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import FinishReason, PendingDraft, Sequence, SequenceRequest
+from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.step import Segment, StepPlan, StepResult, Verdict
 
 logger = logging.getLogger(__name__)
@@ -51,16 +52,28 @@ Sink = Callable[[Emission], None]
 class Engine:
     """Runs sequences until stopped."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, drafting: Drafting, metrics: VerifierMetrics):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        drafting: Drafting,
+        planner: SpeculationPlanner,
+        metrics: VerifierMetrics,
+    ):
         self._scheduler = scheduler
         self._runner = runner
         self._drafting = drafting
+        self._planner = planner
         self._metrics = metrics
         self._sequences: dict[int, Sequence] = {}
         self._sinks: dict[int, Sink] = {}
         self._ids: dict[str, int] = {}
         self._next_id = 1
         self._recent = RecentSteps()
+        self._asked_in = 0.0
+        """Seconds that the asking took the engine."""
+        self._free_since = 0.0
+        """time.perf_counter() of the last step's end."""
         self._totals = Totals()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = True
@@ -92,7 +105,7 @@ class Engine:
 
     def detach(self, drafter: Drafter) -> None:
         """A drafter left: its sequences go on undrafted, or with another."""
-        self._commands.put(lambda: self._ask(self._drafting.detach(drafter, self._sequences)))
+        self._commands.put(lambda: self._drafting.detach(drafter, self._sequences))
 
     def deliver(self, drafter: Drafter, reply: DraftReply) -> None:
         """Drafts, already checked for shape and vocabulary."""
@@ -100,7 +113,7 @@ class Engine:
 
     def report_gap(self, drafter: Drafter, sequence_id: int, epoch: int, held: int) -> None:
         """A drafter lacks a sequence's features from position `held` on."""
-        self._commands.put(lambda: self._ask(self._drafting.gap(drafter, sequence_id, epoch, held, self._sequences)))
+        self._commands.put(lambda: self._report_gap(drafter, sequence_id, epoch, held))
 
     def load(self) -> Load:
         """Live figures; safe from any thread."""
@@ -115,6 +128,7 @@ class Engine:
             drafted_step=self._recent.median(drafted=True),
             plain_step=self._recent.median(drafted=False),
             totals=replace(self._totals),
+            speculation=self._planner.present(),
         )
 
     # Below: the engine's thread only.
@@ -126,19 +140,20 @@ class Engine:
                 self._commands.get_nowait()()
         if not self._running:
             return
-        plan = self._scheduler.plan(time.perf_counter())
+        planned_at = time.perf_counter()
+        plan = self._scheduler.plan(planned_at)
         for sequence in plan.preempted:
             logger.info("sequence %d preempted at %d tokens: no free KV block", sequence.id, len(sequence.tokens))
             self._metrics.preemptions.inc()
             self._drafting.restart(sequence)
         if plan.segments:
-            self._step(plan)
+            self._step(plan, planned_at)
             return
         timeout = None if plan.wake_at is None else max(0.0, plan.wake_at - time.perf_counter())
         with contextlib.suppress(queue.Empty):
             self._commands.get(timeout=timeout)()
 
-    def _step(self, plan: StepPlan) -> None:
+    def _step(self, plan: StepPlan, planned_at: float) -> None:
         started = time.perf_counter()
         try:
             result = self._runner.run(plan.segments)
@@ -151,12 +166,23 @@ class Engine:
         ended = time.perf_counter()
         # Drafters work while the tokens are on their way to the gateway. The sleep hands the interpreter to the thread
         # that sends: without it the round leaves only when the emissions below are done (measured: 0.2 ms later).
-        self._ask([s.sequence for s in plan.segments if s.sequence.finish_reason is None])
+        self._observe_wait([o.used for o in outcomes if o.used], planned_at)
+        live = [s.sequence for s in plan.segments if s.sequence.finish_reason is None]
+        self._drafting.ask(live, self._planner.orders(live, self._scheduler.running))
         time.sleep(0)
+        self._asked_in = time.perf_counter() - ended
         for outcome in outcomes:
             if outcome.segment.samples:
                 self._emit(outcome, self._timing(outcome, result, started, ended))
+        self._free_since = time.perf_counter()
+        seconds = self._free_since - planned_at - self._asked_in
+        self._planner.observe(plan.segments, result.verdicts, seconds)
         self._count_step(plan, result, ended - started)
+
+    def _observe_wait(self, used: list[PendingDraft], planned_at: float) -> None:
+        """What the step's drafts cost it: asking for them, and the time without a step until they were there."""
+        if used:
+            self._planner.observe_wait(used, max(0.0, planned_at - self._free_since) + self._asked_in)
 
     def _commit(self, segment: Segment, verdict: Verdict) -> "_Outcome":
         """Take over what a step decided for a sequence."""
@@ -164,7 +190,7 @@ class Engine:
         sequence.committed += len(verdict.accepted_rows)
         kept = len(sequence.append(verdict.token_ids))
         committed = min(sequence.committed, len(sequence.tokens))
-        self._scheduler.kv.commit(sequence.id, sequence.tokens, committed, sequence.request.speculate)
+        self._scheduler.kv.commit(sequence.id, sequence.tokens, committed, sequence.request.speculates)
         used, sequence.pending = sequence.pending, None
         if used and used.draft is None:
             self._drafting.gave_up(sequence)
@@ -197,7 +223,9 @@ class Engine:
         self._metrics.generation_tokens.inc(kept)
         if timing:
             self._recent.add(timing)
-            sequence.counts.count_step(timing.drafted, timing.accepted)
+            draft = outcome.segment.draft
+            depth = max(draft.depths) if draft else 0
+            sequence.counts.count_step(timing.drafted, timing.accepted, depth)
             if timing.drafted:
                 self._totals.drafts += 1
                 self._totals.drafted += timing.drafted
@@ -219,9 +247,6 @@ class Engine:
         self._metrics.verify_seconds.labels(kind).observe(result.forward_seconds)
         self._metrics.sequences_per_step.observe(len(plan.segments))
 
-    def _ask(self, sequences: list[Sequence]) -> None:
-        self._drafting.ask([s for s in sequences if s in self._scheduler.running])
-
     def _submit(self, request: SequenceRequest, sink: Sink) -> None:
         sequence = Sequence.from_request(self._next_id, request)
         self._next_id += 1
@@ -242,11 +267,16 @@ class Engine:
         sequence_id = self._ids.get(request_id)
         if sequence_id is not None:
             self._end(self._sequences[sequence_id], FinishReason.ABORTED, None)
-            self._ask([])
+            self._drafting.ask([], {})
 
     def _attach(self, drafter: Drafter) -> None:
         self._drafting.attach(drafter)
-        self._ask(self._scheduler.running)
+        self._planner.drafter_changed()
+
+    def _report_gap(self, drafter: Drafter, sequence_id: int, epoch: int, held: int) -> None:
+        sequence = self._drafting.gap(drafter, sequence_id, epoch, held, self._sequences)
+        if sequence in self._scheduler.running:
+            self._drafting.ask([sequence], {})
 
     def _stop(self) -> None:
         self._end_all(Unavailable("verifier: shutting down"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from statistics import median
 
 from tandem.step_timing import StepTiming
+from verifier_service.speculation.present import Present
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Load:
     plain_step: StepTiming | None
     """Medians of recent decode steps without."""
     totals: Totals
+    speculation: Present
 
 
 class RecentSteps:

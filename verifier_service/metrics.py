@@ -2,10 +2,18 @@
 
 acceptance rate    rate(tandem_spec_decode_num_accepted_tokens_total) / rate(tandem_spec_decode_num_draft_tokens_total)
 acceptance length  1 + rate(tandem_spec_decode_num_accepted_tokens_total) / rate(tandem_spec_decode_num_drafts_total)
+
+How well the speculation controller predicts (docs/speculation.md):
+
+step time          rate(tandem_spec_predicted_step_seconds_total) / rate(tandem_spec_measured_step_seconds_total)
+tokens             rate(tandem_spec_expected_tokens_total) / rate(tandem_spec_emitted_tokens_total)
+draft model        rate(tandem_spec_decode_num_accepted_tokens_per_pos_total)
+                     / rate(tandem_spec_drafted_mass_per_pos_total)
 """
 
 from collections.abc import Callable
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.metrics import STEP_BUCKETS
@@ -46,6 +54,23 @@ class VerifierMetrics:
         self.sequences_per_step = histogram(
             "tandem_sequences_per_step", "Sequences that share a step", buckets=(1, 2, 4, 8, 16, 32, 64, 128)
         )
+        self.choices = counter(
+            "tandem_spec_choices", "Steps with sequences in auto mode, by what the controller chose", "mode", "reason"
+        )
+        self.chosen_nodes = histogram(
+            "tandem_spec_chosen_nodes",
+            "Nodes verified per step and sequence in auto mode",
+            buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256),
+        )
+        self.predicted_seconds = counter("tandem_spec_predicted_step_seconds", "Steps without prompts, predicted")
+        self.measured_seconds = counter("tandem_spec_measured_step_seconds", "The same steps, measured")
+        self.expected_tokens = counter("tandem_spec_expected_tokens", "Tokens of the same steps, expected")
+        self.emitted_tokens = counter("tandem_spec_emitted_tokens", "Tokens of the same steps, chosen by the target")
+        self.drafted_mass = counter(
+            "tandem_spec_drafted_mass_per_pos",
+            "Acceptances that the draft model's own probabilities promise for what was verified, by depth - 1",
+            "position",
+        )
         for kind in ("prefill", "decode", "verify"):
             self.steps.labels(kind)
         for reason in ("stale", "late"):
@@ -65,6 +90,27 @@ class VerifierMetrics:
         gauge("tandem_kv_blocks_cached", "KV blocks kept for prefix reuse only", lambda x: x.kv_cached)
         gauge("tandem_kv_blocks", "KV blocks in all", lambda x: x.kv_total)
         gauge("tandem_drafters", "Drafters connected", lambda x: x.drafters)
+        gauge(
+            "tandem_spec_gain", "Tokens per second by speculating over plain, predicted", lambda x: x.speculation.gain
+        )
+        gauge("tandem_spec_asked_nodes", "Nodes asked for per sequence", lambda x: x.speculation.nodes)
+
+    def count_choice(self, mode: str, reason: str) -> None:
+        """A step with sequences in auto mode."""
+        self.choices.labels(mode, reason).inc()
+
+    def count_prediction(self, predicted: float, measured: float, expected_tokens: float, tokens: int) -> None:
+        """A step without prompts; seconds."""
+        self.predicted_seconds.inc(predicted)
+        self.measured_seconds.inc(measured)
+        self.expected_tokens.inc(expected_tokens)
+        self.emitted_tokens.inc(tokens)
+
+    def count_mass(self, mass: np.ndarray) -> None:
+        """Sums of path probabilities of verified nodes, by depth - 1."""
+        for position, value in enumerate(mass):
+            if value > 0:
+                self.drafted_mass.labels(position).inc(float(value))
 
     def count_draft(self, drafted: int, accepted: int) -> None:
         """One sequence's draft was verified."""

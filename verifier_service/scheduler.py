@@ -7,12 +7,16 @@ waits for all drafts: better where drafter and verifier share the same cores.
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from tandem.draft_tree import Draft
 from tandem.errors import Overloaded
 from verifier_service.kv_cache import KvCache
 from verifier_service.sequence import Sequence
 from verifier_service.step import Segment, StepPlan
+
+Budget = Callable[[list[Sequence], int], dict[Sequence, int]]
+"""(sequences that decode in the next step, rows of prompts in it) -> nodes to verify of those that have a draft."""
 
 
 class Scheduler:
@@ -26,6 +30,7 @@ class Scheduler:
         max_prefill_rows: int,
         draft_timeout_seconds: float,
         overlap: bool,
+        budget: Budget,
     ):
         self.kv = kv
         self.waiting: deque[Sequence] = deque()
@@ -36,6 +41,7 @@ class Scheduler:
         self._max_prefill_rows = max_prefill_rows
         self._draft_timeout = draft_timeout_seconds
         self._overlap = overlap
+        self._budget = budget
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; Overloaded if the queue is full."""
@@ -61,8 +67,11 @@ class Scheduler:
         preempted: list[Sequence] = []
         segments: list[Segment] = []
         prefill_rows = self._max_prefill_rows
-        for sequence in list(self.running):
-            if sequence in preempted or sequence in awaited:
+        stepping = [s for s in self.running if s not in awaited]
+        prompt_rows = min(prefill_rows, sum(s.uncommitted for s in stepping if s.uncommitted > 1))
+        nodes = self._budget([s for s in stepping if s.uncommitted == 1], prompt_rows)
+        for sequence in stepping:
+            if sequence in preempted:
                 continue
             if sequence.uncommitted > 1:
                 count = min(sequence.uncommitted, prefill_rows)
@@ -72,7 +81,7 @@ class Scheduler:
                 prefill_rows -= count if segment else 0
             else:
                 draft = sequence.pending.draft if sequence.pending else None
-                segment = self._segment(sequence, 1, draft, preempted)
+                segment = self._segment(sequence, 1, draft.truncated(nodes[sequence]) if draft else None, preempted)
             if segment:
                 segments.append(segment)
         segments = [s for s in segments if s.sequence not in preempted]
@@ -94,7 +103,7 @@ class Scheduler:
             if self.kv.blocks_for(len(sequence.tokens) + 1) > self.kv.available:
                 return
             self.waiting.popleft()
-            sequence.committed = self.kv.open(sequence.id, sequence.tokens, sequence.request.speculate)
+            sequence.committed = self.kv.open(sequence.id, sequence.tokens, sequence.request.speculates)
             if sequence.epoch == 0:
                 sequence.cached_prompt_tokens = min(sequence.committed, sequence.request.prompt_length)
             self.running.append(sequence)
@@ -116,7 +125,7 @@ class Scheduler:
             sequence=sequence,
             start=sequence.committed,
             token_ids=sequence.tokens[sequence.committed : end],
-            draft=draft,
+            draft=draft or None,
             samples=end == len(sequence.tokens),
             blocks=self.kv.table(sequence.id),
         )

@@ -5,6 +5,7 @@ from enum import Enum
 
 from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
+from tandem.speculation import DraftShape, SpeculationMode
 
 
 class FinishReason(Enum):
@@ -28,9 +29,15 @@ class SequenceRequest:
     max_tokens: int
     """Tokens to emit at most, counted from prompt_length."""
     stop_token_ids: frozenset[int] = frozenset()
-    speculate: bool = True
-    """Draft for this sequence; False neither drafts nor computes features."""
+    speculation_mode: SpeculationMode = SpeculationMode.AUTO
+    max_draft_nodes: int = 32
+    """Nodes verified per step at most."""
     log_probs: bool = False
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it may be drafted for; if not, no features are computed either."""
+        return self.speculation_mode is not SpeculationMode.OFF
 
 
 @dataclass
@@ -43,15 +50,15 @@ class AcceptanceCounts:
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
-    def count_step(self, drafted: int, accepted: int) -> None:
-        """One decode step that verified `drafted` nodes and accepted `accepted` of them."""
+    def count_step(self, drafted: int, accepted: int, depth: int) -> None:
+        """One decode step that verified `drafted` nodes, the deepest at `depth`, and accepted `accepted` of them."""
         self.steps += 1
         if drafted == 0:
             return
         self.drafts += 1
         self.drafted += drafted
         self.accepted += accepted
-        missing = drafted - len(self.accepted_per_position)
+        missing = depth - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * max(0, missing))
         for depth in range(accepted):
             self.accepted_per_position[depth] += 1
@@ -63,9 +70,13 @@ class PendingDraft:
 
     base_position: int
     max_nodes: int
+    shape: DraftShape
     requested_at: float
     """time.perf_counter()"""
+    primed: bool
+    """The drafter held all but what one step commits: its time is that of a draft alone."""
     draft: Draft | None = None
+    """Without nodes: the drafter has nothing to propose."""
     compute_us: int = 0
     """The drafter's own time."""
 

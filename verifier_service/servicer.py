@@ -11,13 +11,17 @@ from tandem import __version__
 from tandem.errors import FieldViolation, InvalidRequest
 from tandem.rpc import abort_with, domain_errors
 from tandem.sampling import SamplingParams
+from tandem.speculation import SpeculationMode
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.engine import Emission, Engine
 from verifier_service.sequence import FinishReason, Sequence, SequenceRequest
+from verifier_service.speculation.present import Present
 
 _MODES = {
-    "off": generation_pb2.SPECULATION_MODE_OFF,
-    "block": generation_pb2.SPECULATION_MODE_BLOCK,
+    SpeculationMode.OFF: generation_pb2.SPECULATION_MODE_OFF,
+    SpeculationMode.BLOCK: generation_pb2.SPECULATION_MODE_BLOCK,
+    SpeculationMode.TREE: generation_pb2.SPECULATION_MODE_TREE,
+    SpeculationMode.AUTO: generation_pb2.SPECULATION_MODE_AUTO,
 }
 _FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
@@ -33,8 +37,10 @@ class VerifierInfo:
     max_context: int
     vocab_size: int
     eos_token_ids: list[int]
-    speculation_modes: list[str]
-    default_speculation_mode: str
+    speculation_modes: list[SpeculationMode]
+    default_speculation_mode: SpeculationMode
+    max_draft_nodes: int
+    """0 without speculation."""
     dtype: str
     draft_model_fingerprint: str
     max_waiting_sequences: int
@@ -91,6 +97,7 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             drafts=load.totals.drafts,
             drafted_tokens=load.totals.drafted,
             accepted_tokens=load.totals.accepted,
+            speculation=_speculation(load.speculation) if self._info.max_draft_nodes else None,
         )
 
     async def GetInfo(  # noqa: N802
@@ -108,6 +115,7 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             draft_model_fingerprint=info.draft_model_fingerprint,
             version=__version__,
             max_waiting_sequences=info.max_waiting_sequences,
+            max_draft_nodes=info.max_draft_nodes,
         )
 
     async def _fail(self, context: Any, error: Exception) -> None:
@@ -147,7 +155,18 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             f"{generated} tokens are generated already, max_tokens is {request.max_tokens}",
         )
         mode = self._mode(request.speculation_mode)
-        check(mode in info.speculation_modes, "speculation_mode", f"must be one of {', '.join(info.speculation_modes)}")
+        allowed = ", ".join(m.value for m in info.speculation_modes)
+        is_now = mode.value if mode else f"{request.speculation_mode}, which is unknown"
+        check(mode in info.speculation_modes, "speculation_mode", f"must be one of {allowed}, is {is_now}")
+        nodes = request.max_draft_nodes if request.HasField("max_draft_nodes") else info.max_draft_nodes
+        if request.HasField("max_draft_nodes"):
+            check(
+                1 <= nodes <= info.max_draft_nodes,
+                "max_draft_nodes",
+                f"must be in [1, {info.max_draft_nodes}], is {nodes}"
+                if info.max_draft_nodes
+                else f"must not be set: this verifier does not speculate; is {nodes}",
+            )
         given = request.sampling
         sampling = SamplingParams(
             temperature=given.temperature if given.HasField("temperature") else 1.0,
@@ -158,7 +177,7 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
         )
         check(given.HasField("seed") or sampling.greedy, "sampling.seed", "must be set while temperature is above 0")
         found += sampling.violations()
-        if found:
+        if found or mode is None:
             raise InvalidRequest(*found)
         return SequenceRequest(
             request_id=request.request_id,
@@ -167,14 +186,29 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             sampling=sampling,
             max_tokens=request.max_tokens,
             stop_token_ids=frozenset(request.stop_token_ids),
-            speculate=mode != "off",
+            speculation_mode=mode,
+            max_draft_nodes=nodes,
             log_probs=request.return_log_probs,
         )
 
-    def _mode(self, mode: int) -> str:
+    def _mode(self, mode: int) -> SpeculationMode | None:
         if mode == generation_pb2.SPECULATION_MODE_UNSPECIFIED:
             return self._info.default_speculation_mode
-        return next((name for name, value in _MODES.items() if value == mode), f"unknown mode {mode}")
+        return next((name for name, value in _MODES.items() if value == mode), None)
+
+
+def _speculation(present: Present) -> verification_pb2.SpeculationState:
+    return verification_pb2.SpeculationState(
+        mode=_MODES[present.mode],
+        asked_nodes=present.nodes,
+        reason=present.reason,
+        gain=present.gain,
+        expected_tokens=present.expected_tokens,
+        draft_us=round(present.draft_seconds * 1e6),
+        step_us=round(present.step_seconds * 1e6),
+        plain_step_us=round(present.plain_step_seconds * 1e6),
+        calibration_per_depth=present.calibration,
+    )
 
 
 def _into(queue: "asyncio.Queue[Emission]") -> Callable[[Emission], None]:

@@ -14,7 +14,7 @@ from tandem.cli.options import DEFAULT_CONFIG, ConfigOption
 if TYPE_CHECKING:
     from tandem.cli.parts import Part
     from tandem.v1.generation_pb2 import StepTiming
-    from tandem.v1.verification_pb2 import GetInfoResponse, GetLoadResponse
+    from tandem.v1.verification_pb2 import GetInfoResponse, GetLoadResponse, SpeculationState
 
 TIMEOUT_SECONDS = 3.0
 
@@ -86,11 +86,25 @@ def _figures(info: GetInfoResponse, load: GetLoadResponse) -> Table:
     if load.drafted_tokens:
         rate = load.accepted_tokens / load.drafted_tokens
         table.add_row("acceptance rate", f"{rate:.1%} ({load.accepted_tokens} of {load.drafted_tokens})")
+    if load.HasField("speculation"):
+        table.add_row("speculation, mode auto", _speculation(load.speculation))
     if load.HasField("median_drafted_step"):
         table.add_row("drafted step, median", _timing(load.median_drafted_step))
     if load.HasField("median_plain_step"):
         table.add_row("plain step, median", _timing(load.median_plain_step))
     return table
+
+
+def _speculation(state: SpeculationState) -> str:
+    from tandem.v1.generation_pb2 import SPECULATION_MODE_TREE
+
+    chosen = f"{state.asked_nodes} nodes" if state.mode == SPECULATION_MODE_TREE else "off"
+    if not state.gain:
+        return f"{chosen}: {state.reason}"
+    predicted = f"{state.expected_tokens:.2f} tokens in {state.draft_us / 1e3:.1f} + {state.step_us / 1e3:.1f} ms"
+    return (
+        f"{chosen}: {state.reason}; gain {state.gain:.2f} ({predicted}, plain 1 in {state.plain_step_us / 1e3:.1f} ms)"
+    )
 
 
 def _timing(step: StepTiming) -> str:

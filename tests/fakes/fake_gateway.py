@@ -2,9 +2,10 @@
 
     python -m tests.fakes.fake_gateway --port N
 
-Its answer to a prompt is the prompt's last text, word by word; token i of an answer is 100 + i. Mode block sends three
-ids per message, as if every draft of 7 had 2 tokens accepted; mode off one. A prompt's first word may be a command:
-"overloaded", "refused", "broken" (UNAVAILABLE after one message), "slow" (endless, until cancelled).
+Its answer to a prompt is the prompt's last text, word by word; token i of an answer is 100 + i. The modes that draft
+send three ids per message, as if every draft of 7 had 2 tokens accepted; mode off and the default send one. A prompt's
+first word may be a command: "overloaded", "refused", "broken" (UNAVAILABLE after one message), "slow" (endless, until
+cancelled).
 """
 
 import argparse
@@ -21,18 +22,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tandem.errors import Overloaded, Unavailable, invalid
 from tandem.rpc import to_status
+from tandem.speculation_modes import MODE_NUMBERS
 from tandem.v1 import generation_pb2 as pb
 from tandem.v1 import generation_pb2_grpc as pb_grpc
 
 SERVICE = "tandem.v1.GenerationService"
 STEP_SECONDS = 0.002
 ACCEPTED, DRAFTED = 2, 7
+DRAFTING_MODES = (pb.SPECULATION_MODE_BLOCK, pb.SPECULATION_MODE_TREE, pb.SPECULATION_MODE_AUTO)
 
 
 class FakeGateway(pb_grpc.GenerationServiceServicer):
     """`with FakeGateway() as gateway:` serves; `requests` holds what came, `cancelled` is set on a cancellation."""
 
-    def __init__(self, port: int = 0, modes: tuple[str, ...] = ("off", "block")) -> None:
+    def __init__(self, port: int = 0, modes: tuple[str, ...] = ("off", "block", "tree", "auto")) -> None:
         self.requests: list[Any] = []
         self.sessions: dict[str, list[Any]] = {}
         self.opened: list[Any] = []
@@ -66,7 +69,7 @@ class FakeGateway(pb_grpc.GenerationServiceServicer):
                 context.abort_with_status(to_status(Overloaded("256 requests are running", 1.5)))
             case "refused":
                 context.abort_with_status(to_status(invalid("sampling.top_p", "must be in (0, 1], is 2")))
-        block = request.speculation_mode == pb.SPECULATION_MODE_BLOCK
+        drafts_now = request.speculation_mode in DRAFTING_MODES
         words = [f"{word} " for word in text.split()]
         if request.stopping.HasField("max_tokens"):
             words = words[: request.stopping.max_tokens]
@@ -76,14 +79,14 @@ class FakeGateway(pb_grpc.GenerationServiceServicer):
         sent, drafts, started = 0, 0, time.perf_counter()
         while sent < len(words):
             time.sleep(STEP_SECONDS)
-            size = min(1 + ACCEPTED, len(words) - sent) if block and sent else 1
-            drafts += block and sent > 0
+            size = min(1 + ACCEPTED, len(words) - sent) if drafts_now and sent else 1
+            drafts += drafts_now and sent > 0
             reply = pb.GenerateResponse(
                 text="".join(words[sent : sent + size]), token_ids=range(100 + sent, 100 + sent + size)
             )
             if request.return_step_timing:
-                timing = (4000, 1000, 12000, 1000) if block and sent else (0, 0, 9000, 1000)
-                drafted = DRAFTED if block and sent else 0
+                timing = (4000, 1000, 12000, 1000) if drafts_now and sent else (0, 0, 9000, 1000)
+                drafted = DRAFTED if drafts_now and sent else 0
                 reply.step_timing.CopyFrom(pb.StepTiming(**dict(zip(TIMES, timing, strict=True)), drafted=drafted))
             self.before_reply(request, reply)
             yield reply
@@ -131,15 +134,15 @@ class FakeGateway(pb_grpc.GenerationServiceServicer):
         return pb.GetSessionResponse(session_id=request.session_id, messages=messages, expires_at=time.time() + 60)
 
     def GetModel(self, request: Any, context: Any) -> Any:  # noqa: N802
-        names = {"off": pb.SPECULATION_MODE_OFF, "block": pb.SPECULATION_MODE_BLOCK}
         return pb.GetModelResponse(
             model="fake-model",
             max_context=1024,
             vocab_size=512,
             eos_token_ids=[2],
             default_sampling=pb.SamplingParams(temperature=0.2, top_p=0.9, top_k=0, min_p=0.0),
-            default_speculation_mode=names[self.modes[-1]],
-            speculation_modes=[names[mode] for mode in self.modes],
+            default_speculation_mode=MODE_NUMBERS[self.modes[-1]],
+            speculation_modes=[MODE_NUMBERS[mode] for mode in self.modes],
+            max_draft_nodes=DRAFTED if len(self.modes) > 1 else 0,
             drafters=1,
             version="0.0.0",
         )

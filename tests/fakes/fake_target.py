@@ -1,5 +1,6 @@
 """A target that is a pure function, a drafter that checks what it is sent, and an engine put together from them."""
 
+import math
 import queue
 import threading
 import time
@@ -9,18 +10,23 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from tandem.draft_tree import Draft, walk
-from tandem.speculation import Round, SequenceDraft
+from tandem.speculation import DraftShape, Round, SequenceDraft, SpeculationMode
 from verifier_service.drafters import Drafter
-from verifier_service.drafting import Drafting, DraftReply, DraftShape
+from verifier_service.drafting import Drafting, DraftLimits, DraftReply
 from verifier_service.engine import Emission, Engine
 from verifier_service.kv_cache import KvCache
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.model_runner import ModelRunner
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import SequenceRequest
+from verifier_service.speculation.controller import SpeculationController
+from verifier_service.speculation.costs import StepCosts, StepCurve
+from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.step import Segment, StepResult, Verdict
 
 VOCAB = 50
 BLOCK_SIZE = 4
+MAX_DRAFT_NODES = 8
 
 
 def next_token(prefix: list[int]) -> int:
@@ -69,8 +75,12 @@ class FakeRunner:
         if not segment.samples:
             return Verdict(list(range(count)), [], [])
         prefix = [self._read(segment.blocks, p) for p in range(segment.start + count)]
-        nodes = segment.draft.tokens if segment.draft else []
-        accepted, chosen = walk(segment.draft, lambda index, depth: next_token(prefix + nodes[:index]))
+        nodes, paths = segment.draft.tokens if segment.draft else [], _paths(segment.draft)
+        accepted, chosen = walk(
+            segment.draft, lambda index, depth: next_token(prefix + [nodes[i - 1] for i in paths[index]])
+        )
+        for depth, index in enumerate(accepted):
+            self._slots[self._slot(segment.blocks, segment.start + count + depth)] = nodes[index - 1]
         return Verdict([*range(count), *(count + i - 1 for i in accepted)], chosen, [0.0] * len(chosen))
 
     def _read(self, blocks: list[int], position: int) -> int:
@@ -82,14 +92,36 @@ class FakeRunner:
         return blocks[position // self._block_tokens] * self._block_tokens + position % self._block_tokens
 
 
+def _paths(draft: Draft | None) -> list[list[int]]:
+    """Of the root and each node the node indices from the root's child down to it."""
+    paths: list[list[int]] = [[]]
+    for i, parent in enumerate(draft.parents if draft else []):
+        paths.append([*paths[parent], i + 1])
+    return paths
+
+
+def tree_around(right: list[int], nodes: int) -> Draft:
+    """A tree that holds the first nodes // 2 tokens of `right`, each behind a sibling."""
+    draft, parent = Draft([], [], []), 0
+    for token in right[: nodes // 2]:
+        draft.tokens.extend([(token + 1) % VOCAB, token])
+        draft.parents.extend([parent, parent])
+        draft.log_probs.extend([math.log(0.5)] * 2)
+        parent = len(draft.tokens)
+    return draft
+
+
 @dataclass
 class FakeDrafter:
-    """Drafts from the features it was sent. `edit` turns the right tokens into what it proposes."""
+    """Drafts from the features it was sent. `edit` turns the right tokens into what it proposes; a tree holds others
+    beside them."""
 
     engine: Engine
     edit: Callable[[list[int]], list[int]] = lambda right: right
     name: str = "fake"
     answers: bool = True
+    delay: float = 0.0
+    """Seconds per draft."""
     held: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     rounds: "queue.Queue[Round | None]" = field(default_factory=queue.Queue)
@@ -115,7 +147,11 @@ class FakeDrafter:
                     self.engine.report_gap(self.drafter, request.sequence_id, request.epoch, len(context))
                     continue
                 right = continuation([*context, request.anchor], request.max_nodes)
-                draft = Draft.block(self.edit(right), [0.0] * request.max_nodes)
+                if request.shape is DraftShape.TREE and request.max_nodes > 1:
+                    draft = tree_around(self.edit(right), request.max_nodes)
+                else:
+                    draft = Draft.block(self.edit(right), [0.0] * request.max_nodes)
+                time.sleep(self.delay)
                 drafts.append(SequenceDraft(request.sequence_id, request.epoch, request.base_position, draft))
             if drafts and self.answers:
                 self.engine.deliver(self.drafter, DraftReply(drafts, 0))
@@ -158,7 +194,7 @@ class Answer:
 
 
 class Bench:
-    """An engine over the fake target."""
+    """An engine over the fake target, or over another runner."""
 
     def __init__(
         self,
@@ -169,16 +205,21 @@ class Bench:
         max_prefill_rows: int = 16,
         draft_timeout: float = 5.0,
         overlap: bool = True,
+        runner: ModelRunner | None = None,
     ):
         self.registry = CollectorRegistry()
         metrics = VerifierMetrics(self.registry)
         self.runner = FakeRunner(blocks, block_tokens)
         kv = KvCache(blocks, block_tokens)
-        self.scheduler = Scheduler(kv, max_running, max_waiting, max_prefill_rows, draft_timeout, overlap)
-        shape = DraftShape(max_nodes=BLOCK_SIZE - 1, feature_bytes=1)
-        self.engine = Engine(
-            self.scheduler, self.runner, Drafting(shape, kv, self.runner.read_features, metrics), metrics
+        limits = DraftLimits(block_nodes=BLOCK_SIZE - 1, feature_bytes=1)
+        drafting = Drafting(limits, kv, (runner or self.runner).read_features, metrics)
+        curve = StepCurve((1, 1024), (0.001, 0.002))
+        self.controller = SpeculationController(StepCosts(curve), max_nodes=MAX_DRAFT_NODES)
+        planner = SpeculationPlanner(self.controller, drafting, metrics)
+        self.scheduler = Scheduler(
+            kv, max_running, max_waiting, max_prefill_rows, draft_timeout, overlap, planner.budget
         )
+        self.engine = Engine(self.scheduler, runner or self.runner, drafting, planner, metrics)
         metrics.observe_load(self.engine.load)
         self._thread = threading.Thread(target=self.engine.run, daemon=True)
         self._thread.start()
@@ -188,7 +229,13 @@ class Bench:
         from tandem.sampling import SamplingParams
 
         self._count += 1
-        values: dict[str, object] = {"request_id": f"r{self._count}", "prompt_length": len(prompt), **changes}
+        values: dict[str, object] = {
+            "request_id": f"r{self._count}",
+            "prompt_length": len(prompt),
+            "speculation_mode": SpeculationMode.BLOCK,
+            "max_draft_nodes": MAX_DRAFT_NODES,
+            **changes,
+        }
         request = SequenceRequest(  # type: ignore[arg-type]
             token_ids=prompt, sampling=SamplingParams(temperature=0.0), max_tokens=max_tokens, **values
         )

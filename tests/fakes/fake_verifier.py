@@ -48,7 +48,13 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
     """What Generate ends with at once."""
     max_context: int = 128
     vocab_size: int = 512
-    speculation_modes: Sequence[int] = (generation_pb2.SPECULATION_MODE_OFF, generation_pb2.SPECULATION_MODE_BLOCK)
+    speculation_modes: Sequence[int] = (
+        generation_pb2.SPECULATION_MODE_OFF,
+        generation_pb2.SPECULATION_MODE_BLOCK,
+        generation_pb2.SPECULATION_MODE_TREE,
+        generation_pb2.SPECULATION_MODE_AUTO,
+    )
+    max_draft_nodes: int = 16
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     """Request ids of calls that the gateway ended."""
@@ -149,6 +155,7 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
             eos_token_ids=[tokenizers.EOS],
             speculation_modes=self.speculation_modes,  # type: ignore[arg-type]
             default_speculation_mode=self.speculation_modes[-1],  # type: ignore[arg-type]
+            max_draft_nodes=self.max_draft_nodes,
         )
 
     async def GetLoad(  # noqa: N802

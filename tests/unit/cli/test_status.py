@@ -37,6 +37,16 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
             drafts=200,
             drafted_tokens=1400,
             accepted_tokens=140,
+            speculation=verification_pb2.SpeculationState(
+                mode=generation_pb2.SPECULATION_MODE_TREE,
+                asked_nodes=6,
+                reason="pays",
+                gain=1.234,
+                expected_tokens=1.9,
+                draft_us=4200,
+                step_us=21000,
+                plain_step_us=16400,
+            ),
         )
 
 
@@ -91,6 +101,7 @@ def test_a_serving_stack_is_exit_0_with_live_figures(ports: dict[str, int], tmp_
         "1.70 over 200 drafted steps",
         "10.0% (140 of 1400)",
         "24.0 ms = draft 4.0 + transfer 0.5 + verify 18.0 + host 1.5; 8 rows",
+        "6 nodes: pays; gain 1.23 (1.90 tokens in 4.2 + 21.0 ms, plain 1 in 16.4 ms)",
     ):
         assert figure in shown
 

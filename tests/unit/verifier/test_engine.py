@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
-from tandem.speculation import SequenceDraft
+from tandem.speculation import SequenceDraft, SpeculationMode
 from tests.fakes.fake_target import BLOCK_SIZE, VOCAB, Bench, FakeDrafter, continuation
 from verifier_service.drafting import DraftReply
 from verifier_service.sequence import FinishReason
@@ -140,7 +140,7 @@ def test_a_prefix_hit_brings_its_features(bench: Bench) -> None:
 
 def test_an_undrafted_request_sends_no_features(bench: Bench) -> None:
     drafter = FakeDrafter(bench.engine)
-    answer = bench.submit([1, 2], 12, speculate=False).wait()
+    answer = bench.submit([1, 2], 12, speculation_mode=SpeculationMode.OFF).wait()
     assert answer.tokens == continuation([1, 2], 12)
     assert bench.metric("tandem_feature_bytes_sent_total") == 0
     assert not drafter.held
@@ -304,7 +304,8 @@ def test_random_histories(seed: int) -> None:
         shared = [1, 2, 3, 4, 5, 6, 7, 8][: rng.randint(1, 8)]
         prompt = shared + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 6))]
         count = rng.randint(1, 30)
-        jobs.append((prompt, count, bench.submit(prompt, count, speculate=rng.random() < 0.8, request_id=f"j{i}")))
+        answer = bench.submit(prompt, count, speculation_mode=rng.choice(list(SpeculationMode)), request_id=f"j{i}")
+        jobs.append((prompt, count, answer))
         if rng.random() < 0.2:
             bench.engine.abort(f"j{rng.randrange(i + 1)}")
         if rng.random() < 0.15:
@@ -322,4 +323,78 @@ def test_random_histories(seed: int) -> None:
     for drafter in drafters:
         drafter.leave()
         assert not drafter.faults
+    bench.close()
+
+
+def test_tree_mode_asks_for_trees_and_verifies_all_of_them(bench: Bench) -> None:
+    drafter = FakeDrafter(bench.engine)
+    answer = bench.submit([5], 41, speculation_mode=SpeculationMode.TREE, max_draft_nodes=6).wait()
+    assert answer.tokens == continuation([5], 41)
+    nodes = {s.nodes for step in bench.runner.steps for s in step if 0 < s.start < 30}
+    assert nodes == {6}
+    counts = answer.last.sequence.counts
+    assert counts.steps == 11, "four tokens per step, but for the last trees, which max_tokens cuts"
+    assert counts.accepted_per_position == [11, 9, 9]
+    drafter.leave()
+
+
+def test_a_requests_node_limit_holds_in_every_mode(bench: Bench) -> None:
+    drafter = FakeDrafter(bench.engine)
+    modes = (SpeculationMode.BLOCK, SpeculationMode.TREE, SpeculationMode.AUTO)
+    answers = [bench.submit([i], 40, speculation_mode=mode, max_draft_nodes=2) for i, mode in enumerate(modes)]
+    for i, answer in enumerate(answers):
+        assert answer.wait().tokens == continuation([i], 40)
+        assert answer.last.sequence.counts.drafted > 0
+    assert max(s.nodes for step in bench.runner.steps for s in step) == 2
+    drafter.leave()
+
+
+def test_auto_speculates_where_it_pays(bench: Bench) -> None:
+    """Right drafts at a small part of a step's time."""
+    bench.runner.delay = 0.005
+    drafter = FakeDrafter(bench.engine)
+    answer = bench.submit([3], 240, speculation_mode=SpeculationMode.AUTO).wait()
+    assert answer.tokens == continuation([3], 240)
+    assert bench.controller.speculating
+    assert answer.last.sequence.counts.steps < 240 / 2
+    drafter.leave()
+
+
+def test_auto_that_does_not_pay_drafts_nothing_and_sends_nothing_while_fixed_modes_go_on() -> None:
+    """A drafter far slower than a step: after learning, only rare probes for auto sequences; a block sequence is
+    drafted for in every step all the same. What was not sent meanwhile is sent for a probe, so none meets a gap."""
+    bench = Bench(blocks=400)
+    bench.runner.delay = 0.001
+    drafter = FakeDrafter(bench.engine, wrong, delay=0.01)
+    learning = bench.submit([4], 500, speculation_mode=SpeculationMode.AUTO).wait()
+    assert learning.tokens == continuation([4], 500)
+    assert not bench.controller.speculating
+    sent = bench.metric("tandem_feature_bytes_sent_total")
+    auto = bench.submit([5], 300, speculation_mode=SpeculationMode.AUTO).wait()
+    assert auto.tokens == continuation([5], 300)
+    assert auto.last.sequence.counts.drafts <= 12
+    assert bench.metric("tandem_feature_bytes_sent_total") - sent <= 300, "each position at most once"
+    fixed = bench.submit([6], 30, speculation_mode=SpeculationMode.BLOCK)
+    also = bench.submit([7], 100, speculation_mode=SpeculationMode.AUTO)
+    assert fixed.wait().last.sequence.counts.drafts >= 27
+    assert also.wait().last.sequence.counts.drafts <= 12
+    assert not drafter.faults
+    drafter.leave()
+    bench.close()
+
+
+def test_a_choice_is_counted_and_shown() -> None:
+    bench = Bench()
+    assert bench.engine.load().speculation.reason == "no drafter"
+    drafter = FakeDrafter(bench.engine)
+    bench.submit([3], 60, speculation_mode=SpeculationMode.AUTO).wait()
+    assert bench.metric("tandem_spec_choices_total", mode="tree", reason="learning") > 0
+    assert bench.metric("tandem_spec_chosen_nodes_count") > 0
+    assert bench.metric("tandem_spec_measured_step_seconds_total") > 0
+    assert bench.metric("tandem_spec_expected_tokens_total") > 0
+    assert bench.metric("tandem_spec_drafted_mass_per_pos_total", position="0") > 0
+    present = bench.engine.load().speculation
+    assert present.reason == "learning"
+    assert present.calibration
+    drafter.leave()
     bench.close()

@@ -1,0 +1,313 @@
+"""Decides whether to ask for drafts, and how much of them to verify. Knows numbers only: no sequences, no clock."""
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import numpy as np
+
+from verifier_service.speculation.choice import Choice, choose
+from verifier_service.speculation.costs import DraftCosts, StepCosts
+from verifier_service.speculation.paths import Calibration, DraftMemory, Paths
+
+logger = logging.getLogger(__name__)
+
+PROBE_SHARE = 0.004
+"""Of the time that probes may cost."""
+PROBE_STEPS = 2
+"""Steps of one probe: one measurement may be an outlier."""
+_PROBE_PAUSE = 48
+"""Steps between probes at least."""
+_LEAST_LOSS = 0.05
+"""Of a probe's time that is thought lost at least."""
+_TURN_ON = 1.015
+"""Gain over plain decoding from which drafts are asked for again; once they are, down to a gain of 1."""
+_REVIEW_STEPS = 16
+"""Steps after which the decision to ask is taken anew, at the latest."""
+_REVIEW_PAUSE = 4
+"""Steps between two such decisions at least, however the load changes."""
+_LEARN_DRAFTS = 96
+"""Drafts to see before it is decided against drafts."""
+_LEARN_NODES = 3
+"""Nodes of each that are verified until then at least: what is not verified teaches nothing."""
+_SAMPLE = 32
+"""Drafts that stand for the next ones at least."""
+
+
+class Reason(Enum):
+    """Why a step asked for drafts or did not."""
+
+    LEARNING = "learning"
+    PAYS = "pays"
+    NO_GAIN = "no gain"
+    PROBING_DRAFTS = "probing drafts"
+    PROBING_PLAIN = "probing plain steps"
+
+
+class Asked(Enum):
+    """Which sequences' drafters are asked, or at least sent context."""
+
+    NONE = "none"
+    ONE = "one"
+    """The one that costs least to ask for."""
+    ALL = "all"
+
+
+@dataclass(frozen=True)
+class DecodeLoad:
+    """What decodes at this moment. Sequences in a fixed mode are not the controller's, but share its steps."""
+
+    asking: int
+    """Sequences in auto mode that just stepped and could be drafted for."""
+    decoding: int
+    """All sequences in auto mode that decode; those whose drafts are on their way too."""
+    context: float
+    """Tokens of KV per sequence."""
+    fixed: int = 0
+    """Sequences that are drafted for in any case."""
+    fixed_nodes: int = 0
+    """Nodes of all of those together."""
+    undrafted: int = 0
+    """Sequences that decode plainly in any case."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to ask for now."""
+
+    asked: Asked
+    nodes: int
+    """Per sequence; 0 sends context only: the draft asked for a step later does not wait for what was missed then."""
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What speculating is thought to bring at a load."""
+
+    nodes: int
+    """To ask for, per sequence."""
+    gain: float
+    """Tokens per second over plain decoding's; inf before there is anything to tell from."""
+    optimistic_gain: float
+    """The same if drafts and steps cost as little and bring as much as is still possible."""
+    tokens: float
+    """Expected per sequence and step."""
+    step_seconds: float
+    """Of a step that verifies, waiting not included."""
+    draft_seconds: float
+    """Waited for drafts per step."""
+    plain_seconds: float
+    """Of a plain step."""
+
+
+class SpeculationController:
+    """The two decisions and what they learn from."""
+
+    def __init__(self, steps: StepCosts, max_nodes: int):
+        """max_nodes: nodes of a draft at most."""
+        self.steps = steps
+        self.drafts = DraftCosts()
+        self.calibration = Calibration()
+        self.speculating = True
+        """Whether drafts are asked for, probes apart. At first they are, to learn what they bring."""
+        self.outlook = Outlook(max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
+        self.order = Order(Asked.NONE, 0, Reason.LEARNING)
+        """The last."""
+        self._supplied = Asked.ALL
+        """Whose drafters hold what was committed up to the last step."""
+        self._memory = DraftMemory(max_nodes)
+        self._max_nodes = max_nodes
+        self._reviewed_for: tuple[int, ...] = ()
+        self._until_review = 0
+        self._busy = 0.0
+        """Seconds of steps and waits so far."""
+        self._steps = 0
+        self._plain_seen = (0.0, 0)
+        """(busy seconds, steps) when a step of all sequences last went without drafts."""
+        self._drafts_seen = (0.0, 0)
+        """The same for a step with drafts."""
+        self._probe: Order | None = None
+        self._probe_left = 0
+
+    def drafter_changed(self) -> None:
+        """A drafter came: how fast it is is not known."""
+        self.drafts.forget()
+        self._memory.count = 0
+        self._turn(True)
+        self._until_review = 0
+
+    def plan(self, load: DecodeLoad) -> Order:
+        """Whether to ask for drafts now, and of how many nodes. Called once per step while auto sequences decode."""
+        self._until_review -= 1
+        bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed)
+        moved = bucket != self._reviewed_for and self._until_review <= _REVIEW_STEPS - _REVIEW_PAUSE
+        if self._until_review <= 0 or moved:
+            self._review(load, bucket)
+        if self._probe_left == 0:
+            self._probe = self._due_probe(load)
+            self._probe_left = PROBE_STEPS if self._probe else 0
+        if not self._informed:
+            # Plain steps among them, which all gains are compared with.
+            plain = self._steps % 3 == 2
+            order = Order(Asked.NONE if plain else Asked.ALL, 0 if plain else self.outlook.nodes, Reason.LEARNING)
+        elif self._probe:
+            order = self._probe
+        elif self.speculating:
+            order = Order(Asked.ALL, self.outlook.nodes, Reason.PAYS)
+        else:
+            order = Order(Asked.NONE, 0, Reason.NO_GAIN)
+        supplied = Asked.ALL if self.speculating and order.asked is Asked.NONE else order.asked
+        if supplied not in (Asked.NONE, self._supplied):
+            order = replace(order, nodes=0)
+        elif self._probe_left:
+            self._probe_left -= 1
+            if self._probe_left == 0:
+                self._until_review = 0
+        self._supplied = supplied
+        if order != self.order:
+            logger.debug("%s", self._explain(order, load))
+            self.order = order
+        return order
+
+    def budget(self, paths: Paths, tokens: float, rows: int, sequences: int, context_tokens: float) -> Choice:
+        """How many nodes of each of these drafts to verify in a step that has `rows` rows, `sequences` sequences and
+        `tokens` expected tokens without them."""
+        gains = self.calibration.gains(paths.probabilities, paths.cells)[None]
+        drafts, width = gains.shape[1:]
+        seconds = self.steps.predict_up_to(rows, drafts * width, sequences, context_tokens, optimistic=True)
+        if self.order.asked is Asked.ONE:
+            # Asked for to learn from, and paid for as a whole.
+            return _whole(gains, paths.lengths, tokens, seconds)
+        if not self._informed:
+            choice = choose(gains, tokens, seconds, 0.0, 0.0)
+            least = np.maximum(choice.nodes[0], np.minimum(_LEARN_NODES, paths.lengths))
+            return _whole(gains, least, tokens, seconds)
+        # What drafting costs in general, not what it cost this time: that is past, and says nothing of the next.
+        waited = self.drafts.predict(drafts, max(1, self.order.nodes), self.steps.drift)
+        plain_rate = sequences / self.steps.predict(sequences, sequences, context_tokens)
+        return choose(gains, tokens, seconds, waited, plain_rate)
+
+    def observe_drafts(self, paths: Paths, asked: np.ndarray, auto: np.ndarray) -> None:
+        """Drafts that arrived, what they were asked for, and which of them are of auto sequences (bool)."""
+        if auto.any():
+            self._memory.add(paths.only(auto), asked[auto])
+
+    def observe_step(self, rows: int, sequences: int, context_tokens: float, seconds: float) -> None:
+        """A step without prefill took so long, waits not included."""
+        self._steps += 1
+        self._busy += seconds
+        if rows == sequences:
+            self._plain_seen = self._busy, self._steps
+        self.steps.observe(rows, sequences, context_tokens, seconds)
+
+    def observe_wait(self, sequences: int, nodes: int, seconds: float, measured: bool) -> None:
+        """The next step waits, or waited, so long for the drafts of these sequences. Not measured: the drafters were
+        sent more than what one step commits, which takes longer."""
+        self._busy += seconds
+        age = max(1, self._steps - self._drafts_seen[1])
+        self._drafts_seen = self._busy, self._steps
+        if measured:
+            if not 0.5 < seconds / self.drafts.predict(sequences, nodes, self.steps.drift) < 2:
+                self._until_review = 0
+            self.drafts.observe(sequences, nodes, seconds, self.steps.drift, age)
+
+    @property
+    def _informed(self) -> bool:
+        """Whether there is enough to decide against drafts."""
+        return self.drafts.known and self._memory.count >= _LEARN_DRAFTS
+
+    def _review(self, load: DecodeLoad, bucket: tuple[int, ...]) -> None:
+        if not self.drafts.known or self._memory.count == 0:
+            return
+        self._until_review, self._reviewed_for = _REVIEW_STEPS if self._informed else _REVIEW_PAUSE, bucket
+        self.outlook = self._look_ahead(load)
+        if self._informed:
+            self._turn(self.outlook.gain > (1.0 if self.speculating else _TURN_ON))
+
+    def _turn(self, on: bool) -> None:
+        if on != self.speculating:
+            self.speculating = on
+            self._probe, self._probe_left = None, 0
+
+    def _look_ahead(self, load: DecodeLoad) -> Outlook:
+        """Choose nodes for steps of recent drafts, for each number of nodes that could be asked for."""
+        n, others = load.asking, load.fixed + load.undrafted
+        drift = self.steps.drift
+        rows = n + others + load.fixed_nodes
+        tokens = n + others
+        plain_sequences = load.decoding + others
+        plain_rows, plain_context = plain_sequences + load.fixed_nodes, plain_sequences * load.context
+        plain_seconds = self.steps.predict(plain_rows, plain_sequences, plain_context)
+        if load.fixed:
+            fixed_nodes = max(1, load.fixed_nodes // load.fixed)
+            plain_seconds += self.drafts.predict(load.fixed, fixed_nodes, drift)
+        plain_rate = plain_sequences / plain_seconds
+        groups = max(1, -(-_SAMPLE // n))
+        steps = rows, n * self._max_nodes, n + others, (n + others) * load.context
+        thought, hoped = self.steps.predict_up_to(*steps), self.steps.predict_up_to(*steps, optimistic=True)
+        best: Outlook | None = None
+        for nodes in _node_counts(self._max_nodes):
+            gains = self._memory.sample(groups, n, nodes, self.calibration)
+            waited = self.drafts.predict(n + load.fixed, nodes, drift)
+            choice = choose(gains, tokens, hoped[: 1 + n * nodes], waited, plain_rate)
+            emitted, stepped = float(choice.tokens.mean()), float(thought[choice.nodes.sum(axis=1)].mean())
+            hoped_tokens = emitted + self.calibration.deviation * (emitted - tokens)
+            lucky = self.drafts.optimistic(n + load.fixed, nodes, drift)
+            outlook = Outlook(
+                nodes=nodes,
+                gain=emitted / (waited + stepped) / plain_rate,
+                optimistic_gain=hoped_tokens / (lucky + float(choice.seconds.mean())) / plain_rate,
+                tokens=emitted / tokens,
+                step_seconds=stepped,
+                draft_seconds=waited,
+                plain_seconds=plain_seconds,
+            )
+            if best is None or outlook.gain > best.gain:
+                best = outlook
+        assert best
+        return best
+
+    def _due_probe(self, load: DecodeLoad) -> Order | None:
+        """A few steps the other way, where they may cost what PROBE_SHARE of the time since the last allows."""
+        if not self._informed:
+            return None
+        look = self.outlook
+        seen, steps = self._plain_seen if self.speculating else self._drafts_seen
+        if self._steps - steps < _PROBE_PAUSE:
+            return None
+        allowed = PROBE_SHARE * (self._busy - seen)
+        if self.speculating:
+            cost = PROBE_STEPS * look.plain_seconds * (1 - 1 / max(1.0, look.gain))
+            return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if cost <= allowed else None
+        if look.optimistic_gain > _TURN_ON:
+            lost = max(_LEAST_LOSS, 1 - look.gain)
+            cost = PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost
+            return Order(Asked.ALL, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
+        n = load.decoding
+        longer = self.steps.predict_up_to(n, look.nodes, n, n * load.context)
+        waited = self.drafts.predict(1, look.nodes, self.steps.drift)
+        cost = PROBE_STEPS * (waited + float(longer[-1] - longer[0]))
+        return Order(Asked.ONE, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
+
+    def _explain(self, order: Order, load: DecodeLoad) -> str:
+        look = self.outlook
+        return (
+            f"speculation: ask {order.asked.value} of {load.asking} sequences for {order.nodes} nodes, "
+            f"{order.reason.value}; gain {look.gain:.3f}: {look.tokens:.2f} tokens each in "
+            f"{look.draft_seconds * 1e3:.1f} + {look.step_seconds * 1e3:.1f} ms, plain 1 in "
+            f"{look.plain_seconds * 1e3:.1f} ms"
+        )
+
+
+def _whole(gains: np.ndarray, nodes: np.ndarray, tokens: float, seconds: np.ndarray) -> Choice:
+    """These numbers of nodes, for the one group of gains."""
+    added = gains[0][np.arange(gains.shape[2]) < nodes[:, None]].sum()
+    return Choice(nodes[None], np.array([tokens + added]), seconds[[int(nodes.sum())]])
+
+
+def _node_counts(most: int) -> list[int]:
+    """Numbers of nodes that are considered: 1, 2, 3, 4, 6, 8, 12, ... and `most`."""
+    counts = {2**i for i in range(8)} | {3 * 2**i for i in range(7)}
+    return sorted({c for c in counts if c < most} | {most})

@@ -1,0 +1,104 @@
+"""A running estimate of how measured times relate to a curve, on a machine whose speed drifts."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+_NOISE = 0.12
+"""Of one measurement, as a standard deviation of logs: 0.12 is about 12 %."""
+_DRIFT = 0.01
+"""What the level may move per measurement."""
+_WEAR = 0.005
+"""What a correction may move per measurement of its key elsewhere: what was not measured for long is known less. The
+correction of what is measured does not move, so that drift is the level's."""
+_LEVEL_SPREAD = 0.5
+"""Most that is thought of the level's own uncertainty while nothing is measured."""
+_CHANGED = 3
+"""Measurements off by three deviations in a row that count as a change rather than as outliers."""
+
+
+class DriftingRatio:
+    """log(measured / curve), as a level that all points share plus a correction per key and knot.
+
+    The level follows the machine's drift within some ten measurements, so that whatever is measured keeps all
+    predictions current; a correction says how one bucket differs from the others, and settles. A Kalman filter with a
+    diagonal covariance: what is uncertain takes most of an error. Errors beyond three deviations are cut to one, unless
+    they come in a row.
+    """
+
+    def __init__(self, knots: Sequence[float], level_spread: float, correction_spread: float):
+        """knots: points between which corrections are interpolated linearly in log x.
+
+        Spreads: standard deviations of what level and corrections may be before anything is measured.
+        """
+        self._knots = np.log(np.asarray(knots, dtype=float))
+        self._spread = correction_spread
+        self._tables: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._outliers = 0
+        self.count = 0
+        """Measurements so far."""
+        self.level = 0.0
+        self._level_variance = level_spread**2
+
+    def places(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where each x lies: the knots on both sides and how far it is to the right one, 0 to 1."""
+        place = np.interp(np.log(x), self._knots, np.arange(len(self._knots)))
+        left = np.floor(place).astype(int)
+        return left, np.minimum(left + 1, len(self._knots) - 1), place - left
+
+    def log_ratio(
+        self, key: tuple[int, ...], places: tuple[np.ndarray, np.ndarray, np.ndarray], optimism: float = 0.0
+    ) -> np.ndarray:
+        """The estimate at each place, less so many standard deviations of the correction there: of how little is known
+        beyond the level."""
+        values, variances = self._table(key)
+        left, right, weight = places
+        at_knots = self.level + values - optimism * np.sqrt(variances)
+        before = at_knots[left]
+        return before + weight * (at_knots[right] - before)
+
+    def update(self, key: tuple[int, ...], x: float, log_ratio: float, age: int = 1) -> None:
+        """Take in a measurement; `age`: steps since the one before, in which the level may have drifted."""
+        values, variances = self._table(key)
+        left, right, weight = (float(v[0]) for v in self.places(np.array([x])))
+        weights = {int(left): 1.0 - weight}
+        if weight:
+            weights[int(right)] = weight
+        if self.count:
+            drifted = self._level_variance + age * _DRIFT**2
+            self._level_variance = min(drifted, max(self._level_variance, _LEVEL_SPREAD**2))
+        error = log_ratio - self.level - sum(w * values[i] for i, w in weights.items())
+        unexplained = sum(w * w * variances[i] for i, w in weights.items()) + _NOISE**2
+        deviation = math.sqrt(self._level_variance + unexplained)
+        if abs(error) > 3 * deviation:
+            self._outliers += 1
+            if self._outliers < _CHANGED:
+                error = math.copysign(deviation, error)
+            else:
+                self._level_variance = error * error
+        else:
+            self._outliers = 0
+        total = self._level_variance + unexplained
+        for i, w in weights.items():
+            gain = w * variances[i] / total
+            values[i] += gain * error
+            variances[i] *= 1 - gain * w
+            variances[i] -= _WEAR**2
+        np.clip(variances + _WEAR**2, 0.0, self._spread**2, out=variances)
+        gain = self._level_variance / total
+        self.level += gain * error
+        self._level_variance *= 1 - gain
+        self.count += 1
+
+    def _table(self, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Corrections and their variances; a new key starts from its nearest neighbour's, less sure of them."""
+        table = self._tables.get(key)
+        if table is None:
+            values, variances = np.zeros(len(self._knots)), np.full(len(self._knots), self._spread**2)
+            if self._tables:
+                nearest = min(self._tables, key=lambda k: sum(abs(a - b) for a, b in zip(k, key, strict=True)))
+                values, known = self._tables[nearest][0].copy(), self._tables[nearest][1]
+                variances = np.maximum(known, variances / 9)
+            table = self._tables[key] = values, variances
+        return table

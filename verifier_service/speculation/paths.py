@@ -1,0 +1,162 @@
+"""Drafts as arrays: the probability of each node's path from the root, and how far that can be trusted."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from tandem.draft_tree import Draft
+
+MAX_DEPTH = 16
+"""Deeper nodes are calibrated as these."""
+_BINS = 4
+"""Calibrated apart: path probabilities below 1/4, 1/2, 3/4 and 1."""
+_PRIOR = 4.0
+"""Expected acceptances a ratio must rest on before it outweighs what it starts from."""
+_FORGET = 0.998
+"""Weight of what is known after one more draft: a memory of 500 drafts."""
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The nodes of some drafts; columns beyond a draft's end have probability 0 and cell 0."""
+
+    probabilities: np.ndarray
+    """[drafts, nodes] float: that the walk reaches the node, as the draft model has it."""
+    cells: np.ndarray
+    """[drafts, nodes] int: depth * bins + bin of the probability: what is calibrated together."""
+    lengths: np.ndarray
+    """[drafts] int."""
+
+    @classmethod
+    def of(cls, drafts: Sequence[Draft]) -> "Paths":
+        lengths = np.array([len(draft) for draft in drafts])
+        width = int(lengths.max(initial=0))
+        inside = np.arange(width) < lengths[:, None]
+        # Column 0 is the root. Each node's sum doubles the stretch of its path it covers until all have met the root.
+        first = np.arange(len(drafts))[:, None] * (width + 1)
+        above = np.broadcast_to(first, (len(drafts), width + 1)).copy()
+        sums = np.zeros((len(drafts), width + 1))
+        nodes = int(lengths.sum())
+        sums[:, 1:][inside] = np.fromiter(chain.from_iterable(draft.log_probs for draft in drafts), float, nodes)
+        above[:, 1:][inside] += np.fromiter(chain.from_iterable(draft.parents for draft in drafts), int, nodes)
+        depths = np.zeros((len(drafts), width + 1), dtype=int)
+        depths[:, 1:][inside] = 1
+        total, link, depth = sums.ravel(), above.ravel(), depths.ravel()
+        root = np.repeat(first.ravel(), width + 1)
+        while (link != root).any():
+            total = total + total[link]
+            depth = depth + depth[link]
+            link = link[link]
+        probabilities = np.exp(np.minimum(0.0, total.reshape(sums.shape)[:, 1:])) * inside
+        bins = np.minimum((probabilities * _BINS).astype(int), _BINS - 1)
+        depth = np.minimum(depth.reshape(sums.shape)[:, 1:], MAX_DEPTH)
+        return cls(probabilities, (depth * _BINS + bins) * inside, lengths)
+
+    def only(self, chosen: np.ndarray) -> "Paths":
+        """Of some of the drafts; chosen: [drafts] bool."""
+        lengths = self.lengths[chosen]
+        width = int(lengths.max(initial=0))
+        return Paths(self.probabilities[chosen, :width], self.cells[chosen, :width], lengths)
+
+
+def mass_by_depth(probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """[1 + MAX_DEPTH] sums of path probabilities of nodes, flat."""
+    return np.bincount(cells // _BINS, probabilities, MAX_DEPTH + 1)
+
+
+class Calibration:
+    """How often nodes are accepted against how probable the draft model finds them, by depth and probability.
+
+    A ratio per cell starts from its depth's, which starts from that of all nodes, which starts from 1. Old drafts are
+    forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._expected = np.zeros((MAX_DEPTH + 1, _BINS))
+        self._accepted = np.zeros((MAX_DEPTH + 1, _BINS))
+        self._ratios = np.ones((MAX_DEPTH + 1) * _BINS)
+
+    def gains(self, probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
+        """Calibrated probability that each node is accepted: the tokens it is expected to add."""
+        return np.minimum(1.0, probabilities * self._ratios[cells])
+
+    def observe(self, probabilities: np.ndarray, cells: np.ndarray, accepted: np.ndarray, drafts: int) -> None:
+        """Verified nodes of some drafts, flat, and which were accepted (bool)."""
+        size = self._expected.size
+        forget = _FORGET**drafts
+        self._expected *= forget
+        self._accepted *= forget
+        self._expected += np.bincount(cells, probabilities, size).reshape(self._expected.shape)
+        self._accepted += np.bincount(cells, accepted, size).reshape(self._accepted.shape)
+        overall = (self._accepted.sum() + _PRIOR) / (self._expected.sum() + _PRIOR)
+        depths = self._shrunk(self._accepted.sum(axis=1), self._expected.sum(axis=1), overall)
+        self._ratios = self._shrunk(self._accepted, self._expected, depths[:, None]).ravel()
+
+    @property
+    def deviation(self) -> float:
+        """Relative standard deviation of what nodes are expected to add: that of a count of the acceptances seen."""
+        return 1 / math.sqrt(1 + float(self._accepted.sum()))
+
+    def per_depth(self) -> list[float]:
+        """Accepted over expected at depth 1, 2, ... as far as nodes were verified."""
+        expected, accepted = self._expected.sum(axis=1), self._accepted.sum(axis=1)
+        return [float(a / e) for a, e in zip(accepted[1:], expected[1:], strict=True) if e > 0.01]
+
+    @staticmethod
+    def _shrunk(accepted: np.ndarray, expected: np.ndarray, start: np.ndarray | float) -> np.ndarray:
+        return (accepted + _PRIOR * start) / (expected + _PRIOR)
+
+
+class DraftMemory:
+    """The last drafts, as a sample of what the next ones will be worth.
+
+    A draft that was asked for with fewer nodes than are of interest is extended by the mean ratio of successive gains
+    that longer drafts had.
+    """
+
+    SIZE = 128
+
+    def __init__(self, max_nodes: int):
+        self._probabilities = np.zeros((self.SIZE, max_nodes))
+        self._cells = np.zeros((self.SIZE, max_nodes), dtype=int)
+        self._cut_at = np.full(self.SIZE, max_nodes)
+        self._ratio = np.full(max_nodes, 0.8)
+        """[nodes] probability of node i relative to node i - 1's."""
+        self.count = 0
+
+    def add(self, paths: Paths, asked: np.ndarray) -> None:
+        """Drafts (not more than SIZE), and how many nodes each was asked for."""
+        count, width = paths.probabilities.shape
+        slots = (self.count + np.arange(count)) % self.SIZE
+        self.count += count
+        lengths = paths.lengths
+        self._probabilities[slots] = 0.0
+        self._probabilities[slots, :width] = paths.probabilities
+        # Shorter than asked for: there is no more, however many are asked for.
+        cut = (lengths >= asked) & (lengths > 0)
+        self._cut_at[slots] = np.where(cut, lengths, self._probabilities.shape[1])
+        last = paths.cells[np.arange(count), np.maximum(lengths, 1) - 1] if width else np.zeros(count, dtype=int)
+        self._cells[slots] = last[:, None]
+        self._cells[slots, :width] = np.where(np.arange(width) < lengths[:, None], paths.cells, last[:, None])
+        widest = int(paths.lengths.max(initial=0))
+        if widest > 1:
+            total = paths.probabilities.sum(axis=0)
+            known = self._ratio[1:widest]
+            known += 0.05 * (np.minimum(1.0, total[1:] / np.maximum(total[:-1], 1e-9)) - known)
+
+    def sample(self, groups: int, sequences: int, nodes: int, calibration: Calibration) -> np.ndarray:
+        """[groups, sequences, nodes] calibrated gains of the latest drafts, repeated if there are too few."""
+        held = min(self.count, self.SIZE)
+        slots = (self.count - 1 - np.arange(groups * sequences) % held) % self.SIZE
+        probabilities = self._probabilities[slots, :nodes]
+        cut = self._cut_at[slots]
+        if (cut < nodes).any():
+            steps = np.where(np.arange(nodes) >= cut[:, None], self._ratio[:nodes], 1.0)
+            last = probabilities[np.arange(len(slots)), np.minimum(cut, nodes) - 1]
+            tail = last[:, None] * np.cumprod(steps, axis=1)
+            probabilities = np.where(np.arange(nodes) >= cut[:, None], tail, probabilities)
+        gains = calibration.gains(probabilities, self._cells[slots, :nodes])
+        return gains.reshape(groups, sequences, nodes)

@@ -1,0 +1,171 @@
+"""Applies modes, limits and the controller's decisions to sequences, and tells the controller how they went."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.speculation import DraftShape, SpeculationMode
+from verifier_service.drafting import Drafting, DraftOrder
+from verifier_service.metrics import VerifierMetrics
+from verifier_service.sequence import PendingDraft, Sequence
+from verifier_service.speculation.controller import Asked, DecodeLoad, SpeculationController
+from verifier_service.speculation.paths import Paths, mass_by_depth
+from verifier_service.speculation.present import Present
+from verifier_service.step import Segment, Verdict
+
+_FIXED_SHAPES = {SpeculationMode.BLOCK: DraftShape.BLOCK, SpeculationMode.TREE: DraftShape.TREE}
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """The drafts of the step that was planned last."""
+
+    sequences: list[Sequence]
+    paths: Paths
+    expected_tokens: float
+    """Of the whole step."""
+
+
+class SpeculationPlanner:
+    """Called by engine and scheduler, in the engine's thread."""
+
+    def __init__(self, controller: SpeculationController, drafting: Drafting, metrics: VerifierMetrics):
+        self._controller = controller
+        self._drafting = drafting
+        self._metrics = metrics
+        self._drafted: _Drafted | None = None
+
+    def orders(self, stepped: list[Sequence], running: list[Sequence]) -> dict[Sequence, DraftOrder]:
+        """What to ask for now, of the sequences that just stepped."""
+        orders: dict[Sequence, DraftOrder] = {}
+        auto: list[Sequence] = []
+        for sequence in stepped:
+            request = sequence.request
+            shape = _FIXED_SHAPES.get(request.speculation_mode)
+            if shape:
+                orders[sequence] = DraftOrder(request.max_draft_nodes, shape)
+            elif request.speculates:
+                auto.append(sequence)
+        if not auto or not self._drafting.pool:
+            return orders
+        decoding = [s for s in auto if s.uncommitted == 1]
+        if decoding:
+            self._controller.plan(self._load(decoding, stepped, running))
+        order = self._controller.order
+        if order.asked is Asked.ONE:
+            cheapest = min(decoding, key=self._drafting.missing, default=None)
+            auto = [cheapest] if cheapest else []
+        elif order.asked is Asked.NONE and not self._controller.speculating:
+            auto = []
+        # In plain steps while speculation is on, drafters are still sent what they will need.
+        for sequence in auto:
+            orders[sequence] = DraftOrder(min(order.nodes, sequence.request.max_draft_nodes), DraftShape.TREE)
+        return orders
+
+    def budget(self, stepping: list[Sequence], prompt_rows: int) -> dict[Sequence, int]:
+        """Nodes to verify of each sequence that has a draft; see scheduler.Budget."""
+        drafted = [(s, s.pending.draft) for s in stepping if s.pending and s.pending.draft is not None]
+        self._drafted = None
+        if not drafted:
+            return {}
+        sequences, drafts = [s for s, _ in drafted], [d for _, d in drafted]
+        nodes = {s: len(d) for s, d in drafted}
+        paths = Paths.of(drafts)
+        auto = np.array([s.request.speculation_mode is SpeculationMode.AUTO for s in sequences])
+        asked = np.array([s.pending.max_nodes for s in sequences if s.pending])
+        self._controller.observe_drafts(paths, asked, auto)
+        if not paths.lengths.any():
+            return nodes
+        gains = self._controller.calibration.gains(paths.probabilities, paths.cells)
+        tokens = len(stepping) + float(gains[~auto].sum())
+        if auto.any():
+            mine = paths.only(auto)
+            rows = len(stepping) + prompt_rows + int(paths.lengths[~auto].sum())
+            context = float(sum(s.committed for s in stepping))
+            choice = self._controller.budget(mine, tokens, rows, len(stepping), context)
+            tokens = float(choice.tokens[0])
+            nodes |= zip((s for s, a in zip(sequences, auto, strict=True) if a), choice.nodes[0].tolist(), strict=True)
+        self._drafted = _Drafted(sequences, paths, tokens)
+        return nodes
+
+    def observe(self, segments: list[Segment], verdicts: list[Verdict], seconds: float) -> None:
+        """A step took so long, from planning to handing its tokens out."""
+        drafted, self._drafted = self._drafted, None
+        if drafted:
+            self._calibrate(drafted, segments, verdicts)
+        if any(len(s.token_ids) > 1 for s in segments):
+            return
+        rows, context = sum(s.rows for s in segments), float(sum(s.start for s in segments))
+        predicted = self._controller.steps.predict(rows, len(segments), context)
+        self._controller.observe_step(rows, len(segments), context, seconds)
+        emitted = sum(len(v.token_ids) for v in verdicts)
+        self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
+        if self._drafting.pool and any(s.sequence.request.speculation_mode is SpeculationMode.AUTO for s in segments):
+            self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
+            for segment in segments:
+                if segment.sequence.request.speculation_mode is SpeculationMode.AUTO:
+                    self._metrics.chosen_nodes.observe(segment.nodes)
+
+    def observe_wait(self, used: list[PendingDraft], seconds: float) -> None:
+        """A step waited so long for these drafts, which may have come or not."""
+        nodes = round(sum(pending.max_nodes for pending in used) / len(used))
+        self._controller.observe_wait(len(used), nodes, seconds, all(pending.primed for pending in used))
+
+    def drafter_changed(self) -> None:
+        """A drafter came."""
+        self._controller.drafter_changed()
+
+    def present(self) -> Present:
+        """Safe from any thread; figures may be those of two successive steps."""
+        controller = self._controller
+        look, reason = controller.outlook, controller.order.reason.value
+        return Present(
+            mode=self._present_mode,
+            nodes=controller.order.nodes,
+            reason=reason if self._drafting.pool else "no drafter",
+            gain=look.gain if look.plain_seconds else 0.0,
+            expected_tokens=look.tokens,
+            draft_seconds=look.draft_seconds,
+            step_seconds=look.step_seconds,
+            plain_step_seconds=look.plain_seconds,
+            calibration=tuple(controller.calibration.per_depth()),
+        )
+
+    @property
+    def _present_mode(self) -> SpeculationMode:
+        asks = self._controller.order.nodes > 0 and len(self._drafting.pool) > 0
+        return SpeculationMode.TREE if asks else SpeculationMode.OFF
+
+    def _load(self, asking: list[Sequence], stepped: list[Sequence], running: list[Sequence]) -> DecodeLoad:
+        """All sequences that decode count, but for what is awaited: those of fixed modes only if they step along."""
+        decoding = sum(s.request.speculation_mode is SpeculationMode.AUTO and s.uncommitted == 1 for s in running)
+        fixed = [s for s in stepped if s.request.speculation_mode in _FIXED_SHAPES and s.uncommitted == 1]
+        fixed_nodes = sum(self._limit(s) for s in fixed)
+        undrafted = sum(not s.request.speculates and s.uncommitted == 1 for s in stepped)
+        context = sum(s.committed for s in asking) / len(asking)
+        return DecodeLoad(len(asking), max(decoding, len(asking)), context, len(fixed), fixed_nodes, undrafted)
+
+    def _limit(self, sequence: Sequence) -> int:
+        block = sequence.request.speculation_mode is SpeculationMode.BLOCK
+        most = self._drafting.block_nodes if block else sequence.request.max_draft_nodes
+        return min(most, sequence.request.max_draft_nodes)
+
+    def _calibrate(self, drafted: _Drafted, segments: list[Segment], verdicts: list[Verdict]) -> None:
+        """Compare what was accepted with what the drafts said, node by node."""
+        found: Mapping[Sequence, tuple[Segment, Verdict]] = {
+            s.sequence: (s, v) for s, v in zip(segments, verdicts, strict=True) if s.nodes
+        }
+        verified = np.zeros(paths_shape := drafted.paths.cells.shape, dtype=bool)
+        accepted = np.zeros(paths_shape, dtype=bool)
+        for row, sequence in enumerate(drafted.sequences):
+            if sequence not in found:
+                continue
+            segment, verdict = found[sequence]
+            verified[row, : segment.nodes] = True
+            for index in verdict.accepted_rows[len(segment.token_ids) :]:
+                accepted[row, index - len(segment.token_ids)] = True
+        if verified.any():
+            probabilities, cells = drafted.paths.probabilities[verified], drafted.paths.cells[verified]
+            self._controller.calibration.observe(probabilities, cells, accepted[verified], len(found))
+            self._metrics.count_mass(mass_by_depth(probabilities, cells)[1:])
