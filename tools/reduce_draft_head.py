@@ -2,34 +2,20 @@
 
     python -m tools.reduce_draft_head models/smollm2-135m-dflash answers.jsonl.gz --tokens 8192
 
-The corpus has one JSON object per line with `ids` and `answer_start`: what the target itself wrote counts. The choice
+The corpus is a shard of training data (draft_training.conversations): what the target itself wrote counts. The choice
 is stored as published draft models with a reduced vocabulary store it: `draft_vocab_size` in config.json and a tensor
 `d2t`, row i proposing token i + d2t[i]. What is emitted does not change, since the verifier decides; how much is
 accepted does.
 """
 
 import argparse
-import gzip
 import json
-from collections import Counter
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 
-
-def most_frequent(corpus: Path, count: int) -> list[int]:
-    """The `count` most frequent answer tokens, ascending; rarer ids fill up if the corpus has fewer."""
-    seen: Counter[int] = Counter()
-    with gzip.open(corpus, "rt") as lines:
-        for line in lines:
-            conversation = json.loads(line)
-            seen.update(conversation["ids"][conversation["answer_start"] :])
-    tokens = {token for token, _ in seen.most_common(count)}
-    spare = (token for token in range(count * 2) if token not in tokens)
-    while len(tokens) < count:
-        tokens.add(next(spare))
-    return sorted(tokens)
+from draft_training.conversations import frequent_tokens, read_shard
 
 
 def reduce_head(folder: Path, tokens: list[int]) -> None:
@@ -39,6 +25,8 @@ def reduce_head(folder: Path, tokens: list[int]) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["d2t"] = torch.tensor(tokens) - torch.arange(len(tokens))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # save_file makes a file that only its owner can read.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -48,7 +36,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--tokens", type=int, default=8192)
     options = parser.parse_args()
-    reduce_head(options.folder, most_frequent(options.corpus, options.tokens))
+    reduce_head(options.folder, frequent_tokens(read_shard(options.corpus), options.tokens))
 
 
 if __name__ == "__main__":

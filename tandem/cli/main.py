@@ -6,6 +6,8 @@ from tandem.cli import models
 from tandem.cli.bench import bench
 from tandem.cli.chat import chat
 from tandem.cli.demo import demo
+from tandem.cli.draft_eval import draft_eval
+from tandem.cli.draft_train import draft_train
 from tandem.cli.generate import generate
 from tandem.cli.status import status
 from tandem.cli.up import up
@@ -16,7 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Speculative decoding served by a gateway, a verifier and a drafter.",
 )
-for command in (generate, chat, status, up, demo, bench):
+for command in (generate, chat, status, up, demo, bench, draft_train, draft_eval):
     app.command()(command)
 app.add_typer(models.app, name="models")
 

@@ -1,0 +1,235 @@
+"""The DFlash and DFlash2 networks as they are trained: many anchors of many conversations in one forward.
+
+Source: DFlash (arXiv 2602.06036) and the PyPI `dflash` reference for DFlash2. The same mathematics as
+drafter_service.draft_model, laid out for gradients: parameters carry the published tensor names, the context of a
+conversation is projected once for all its anchors, and every block attends to the context before its anchor and to
+itself.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tandem.checkpoints.draft_config import DFlash2Config, DraftConfig
+from tandem.layers.dflash2 import grouped_conv, split_kernels
+from tandem.layers.rope import apply_rope, rope_table
+
+
+@dataclass(frozen=True)
+class AnchorBatch:
+    """Anchors of some conversations. C conversations of at most N context tokens, A anchors each, blocks of B."""
+
+    taps: torch.Tensor
+    """[C, N, taps, hidden_size] fp32: raw taps of the context, zeros behind a conversation's end."""
+    positions: torch.Tensor
+    """[C, A] int64: position of each anchor. A block sees the context before it."""
+    tokens: torch.Tensor
+    """[C, A, B] int64: the anchor, then the tokens that follow it, which only DFlash2's selector sees."""
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """What a forward gives for every slot behind an anchor."""
+
+    hidden: torch.Tensor
+    """[C, A, B - 1, hidden_size]: after the last norm."""
+    logits: torch.Tensor
+    """[C, A, B - 1, head rows] fp32."""
+
+
+class DraftNetwork(nn.Module):
+    """state_dict() holds the published tensors; embedding and head belong to the target and are not trained."""
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+    tap_scale: torch.Tensor
+    rope: torch.Tensor
+
+    def __init__(self, config: DraftConfig, embedding: torch.Tensor, head: torch.Tensor, tap_scale: torch.Tensor):
+        """embedding [vocab, hidden_size]; head [head rows, hidden_size]; tap_scale [taps]: each tap is multiplied by
+        its own, so that `fc` sees taps of equal size. `export_state` folds it into `fc`."""
+        super().__init__()
+        self.config = config
+        hidden, taps = config.hidden_size, len(config.target_layer_ids)
+        self.fc = nn.Linear(taps * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
+        if config.dflash2:
+            self.candidate_selector = _Selector(config, config.dflash2)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("head", head, persistent=False)
+        self.register_buffer("tap_scale", tap_scale, persistent=False)
+        # The last block of the longest conversation reaches past its end.
+        positions = config.max_position_embeddings + config.block_size
+        rope = rope_table(config.rope, config.head_dim, positions, torch.float32)
+        self.register_buffer("rope", rope, persistent=False)
+
+    def forward(self, batch: AnchorBatch) -> BlockOutput:
+        """Proposals of all blocks."""
+        config = self.config
+        conversations, anchors, block = batch.tokens.shape
+        scaled = (batch.taps * self.tap_scale[:, None]).flatten(2)
+        context = self.hidden_norm(self.fc(scaled))
+        context_rope = self.rope[: context.shape[1], :, None]
+        positions = batch.positions[:, :, None] + torch.arange(block, device=batch.positions.device)
+        block_rope = self.rope[positions][:, :, :, :, None]
+        seen = torch.arange(context.shape[1], device=context.device) < batch.positions[:, :, None]
+
+        x = self.embedding[config.mask_token_id].expand(conversations, anchors, block, -1).clone()
+        x[:, :, 0] = self.embedding[batch.tokens[:, :, 0]]
+        x = x * config.input_embedding_scale
+        for layer in self.layers:
+            x = layer(x, context, context_rope, block_rope, seen)
+        hidden = self.norm(x[:, :, 1:])
+        logits = F.linear(hidden, self.head).float() * config.output_multiplier
+        if config.final_logit_softcapping is not None:
+            logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
+        return BlockOutput(hidden, logits)
+
+    def export_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The published tensors of weights like state_dict()'s: the taps' scale is folded into `fc`."""
+        scale = self.tap_scale.repeat_interleave(self.config.hidden_size)
+        return {**state, "fc.weight": state["fc.weight"] * scale}
+
+    def load_published(self, state: dict[str, torch.Tensor]) -> None:
+        """Take over the tensors of a published folder as far as this network has them; DFlash2's own parts keep their
+        neutral start where the folder lacks them. KeyError naming others that are missing."""
+        state = dict(state)
+        state["fc.weight"] = state["fc.weight"] / self.tap_scale.repeat_interleave(self.config.hidden_size)
+        own = self.state_dict()
+        missing = [n for n in own if n not in state and "_conv." not in n and not n.startswith("candidate_selector.")]
+        if missing:
+            raise KeyError(f"missing tensors: {', '.join(missing)}")
+        self.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        hidden, head_dim = config.hidden_size, config.head_dim
+        self.kv_heads, self.head_dim = config.num_key_value_heads, head_dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, hidden, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        context_rope: torch.Tensor,
+        block_rope: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> torch.Tensor:
+        conversations, anchors, block, _ = x.shape
+        q = self._heads(self.q_proj(x), self.q_norm, block_rope)
+        k = self._heads(self.k_proj(x), self.k_norm, block_rope)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        context_k = self._heads(self.k_proj(context), self.k_norm, context_rope)
+        context_v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
+        # [C, kv heads, groups, A, B, D]; keys of the context [C, kv heads, N, D], of a block [C, kv heads, A, B, D].
+        q = q.unflatten(3, (self.kv_heads, -1)).permute(0, 3, 4, 1, 2, 5) * self.head_dim**-0.5
+        groups = q.shape[2]
+        k, v = (t.permute(0, 3, 1, 2, 4) for t in (k, v))
+        context_k, context_v = (t.permute(0, 2, 1, 3) for t in (context_k, context_v))
+        far = q.reshape(conversations, self.kv_heads, -1, self.head_dim) @ context_k.transpose(-1, -2)
+        far = far.view(*q.shape[:5], -1).masked_fill(~seen[:, None, None, :, None], -torch.inf)
+        near = q @ k[:, :, None].transpose(-1, -2)
+        weights = torch.cat((far, near), dim=-1).softmax(dim=-1)
+        far, near = weights[..., :-block], weights[..., -block:]
+        out = (far.reshape(conversations, self.kv_heads, groups * anchors * block, -1) @ context_v).view_as(q)
+        out = out + near @ v[:, :, None]
+        return self.o_proj(out.permute(0, 3, 4, 1, 2, 5).flatten(3))
+
+    def _heads(self, x: torch.Tensor, norm: nn.RMSNorm, rope: torch.Tensor) -> torch.Tensor:
+        heads = norm(x.unflatten(-1, (-1, self.head_dim)))
+        return apply_rope(heads, rope.select(-3, 0), rope.select(-3, 1))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: DraftConfig):
+        super().__init__()
+        if any(layer.causal or layer.window is not None for layer in config.layers):
+            raise ValueError("layer_types: only full attention in both directions can be trained")
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = _Mlp(config)
+        self.has_convs = config.dflash2 is not None
+        if config.dflash2:
+            self.attention_conv = _Conv(config, config.dflash2)
+            self.mlp_conv = _Conv(config, config.dflash2)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor,
+        context_rope: torch.Tensor,
+        block_rope: torch.Tensor,
+        seen: torch.Tensor,
+    ) -> torch.Tensor:
+        normed = self.input_layernorm(x)
+        if not self.has_convs:
+            x = x + self.self_attn(normed, context, context_rope, block_rope, seen)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        kernels = self.attention_conv.kernels(normed)
+        attended = self.self_attn(self.attention_conv(normed, kernels, 0), context, context_rope, block_rope, seen)
+        x = x + self.attention_conv(attended, kernels, 1)
+        normed = self.post_attention_layernorm(x)
+        kernels = self.mlp_conv.kernels(normed)
+        return x + self.mlp_conv(self.mlp(self.mlp_conv(normed, kernels, 0)), kernels, 1)
+
+
+class _Conv(nn.Module):
+    """Grouped dynamic causal convolution over a block's slots; starts as the identity."""
+
+    def __init__(self, config: DraftConfig, dflash2: DFlash2Config):
+        super().__init__()
+        self.taps = dflash2.conv_kernel_size
+        base = torch.zeros(2, self.taps, config.hidden_size)
+        base[:, 0] = 1
+        self.base_kernel = nn.Parameter(base)
+        self.kernel_projection = nn.Linear(
+            config.hidden_size, 2 * self.taps * config.hidden_size // dflash2.conv_group_size, bias=False
+        )
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def kernels(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[C, A, B, hidden] -> the dynamic part before and after the sublayer, each [C x A, B, taps, groups]."""
+        return split_kernels(self.kernel_projection(x.flatten(0, 1)), self.taps)
+
+    def forward(self, x: torch.Tensor, kernels: tuple[torch.Tensor, torch.Tensor], side: int) -> torch.Tensor:
+        """x: [C, A, B, hidden]; side 0 before the sublayer, 1 after it."""
+        return grouped_conv(x.flatten(0, 1), self.base_kernel[side], kernels[side]).view_as(x)
+
+
+class _Selector(nn.Module):
+    """Adds to a candidate's logit what its predecessor says; starts by saying nothing."""
+
+    def __init__(self, config: DraftConfig, dflash2: DFlash2Config):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(config.vocab_size, dflash2.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, dflash2.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, dflash2.selector_rank, bias=False)
+
+    def forward(self, hidden: torch.Tensor, previous: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """hidden [..., hidden_size], previous [...], candidates [..., K] token ids -> [..., K]."""
+        query = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
+        return (self.successor_codebook[candidates] @ query[..., None])[..., 0]
