@@ -4,9 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 TARGET := models/smollm2-135m-instruct
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-SOURCES := tandem gateway verifier_service drafter_service tests benchmarks tools
+# What `make figures` draws. Several bench files, of different --max-draft-nodes, give acceptance against budget.
+BENCHES ?= bench.json
+VERIFY_COST ?= bench-verify-cost.json
+SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
-.PHONY: setup model demo lossless test test-fast lint types protos check-protos bench clean
+.PHONY: setup model demo lossless test test-fast lint types protos check-protos bench verify-cost figures clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -26,8 +29,15 @@ demo: setup model
 	$(BIN)/tandem demo --config configs/demo.yaml
 
 bench: setup model
-	$(BIN)/tandem bench --config configs/demo.yaml --modes off,block --concurrency 1,4,16 \
-	  --prompts 16 --max-tokens 64 --json bench.json
+	$(BIN)/tandem bench --config configs/demo.yaml --concurrency 1,2,4,8,16,32 \
+	  --prompts 24 --max-tokens 64 --json bench.json
+
+verify-cost: setup model
+	$(BIN)/python -m benchmarks.verify_cost --config configs/demo.yaml --json $(VERIFY_COST)
+
+figures: setup
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[figures]'
+	$(BIN)/python -m benchmarks.figures --bench $(BENCHES) --verify-cost $(VERIFY_COST) --output docs/figures
 
 lossless: setup model
 	$(BIN)/python -m benchmarks.lossless --json bench-lossless.json

@@ -69,7 +69,7 @@ async def run_matrix(
                 seed=case.seed,
                 max_tokens=max_tokens,
                 ignore_eos=True,
-                speculation=mode,  # type: ignore[arg-type]
+                speculation_mode=mode,  # type: ignore[arg-type]
                 log_probs=True,
             )
             log_probs = [p async for chunk in generation for p in chunk.log_probs]

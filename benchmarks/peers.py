@@ -56,7 +56,7 @@ def peers(target_folder: Path, draft_folder: Path, eos: list[int]) -> dict[str, 
 
 
 async def through_stack(client: AsyncClient, prompt: list[int], count: int, mode: str) -> list[int]:
-    generation = client.generate(prompt, temperature=0, max_tokens=count, speculation=mode)  # type: ignore[arg-type]
+    generation = client.generate(prompt, temperature=0, max_tokens=count, speculation_mode=mode)  # type: ignore[arg-type]
     async for _ in generation:
         pass
     return generation.token_ids

@@ -205,6 +205,7 @@ class Generator:
             max_tokens=max_tokens,
             stop_token_ids=frozenset([*stopping.stop_token_ids, *eos]),
             speculation_mode=request.speculation_mode,
+            max_draft_nodes=request.max_draft_nodes,
             log_probs=request.log_probs,
         )
 

@@ -37,7 +37,9 @@ class GenerationRequest:
     sampling: SamplingChoice = SamplingChoice()
     stopping: StoppingChoice = StoppingChoice()
     speculation_mode: str = "default"
-    """"default", "off", "block", or the number of a mode that this release does not know."""
+    """"default", "off", "block", "tree", "auto", or the number of a mode that this release does not know."""
+    max_draft_nodes: int | None = None
+    """Draft tokens verified per step at most; None is as many as the verifier allows."""
     log_probs: bool = False
 
     @property

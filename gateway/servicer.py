@@ -14,13 +14,13 @@ from gateway.generation import GenerationEnd, Generator, Update
 from gateway.metrics import GatewayMetrics
 from gateway.requests import GenerationRequest, SamplingChoice, StoppingChoice
 from gateway.sessions import SessionBusy, SessionNotFound, Sessions
-from gateway.speculation_modes import mode_name, mode_number
 from gateway.tokenizer import TargetTokenizer
 from gateway.verifier_client import VerifierClient, VerifierFailed
 from tandem import __version__
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
 from tandem.rpc import to_status
 from tandem.sampling import SamplingParams
+from tandem.speculation_modes import mode_name, mode_number
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -117,6 +117,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 speculation_modes=map(mode_number, target.speculation_modes),
                 drafters=await self._verifier.drafters(),
                 version=__version__,
+                max_draft_nodes=target.max_draft_nodes,
             )
 
     @contextlib.asynccontextmanager
@@ -192,6 +193,7 @@ def _generation_request(request: generation_pb2.GenerateRequest) -> GenerationRe
             ignore_eos=stopping.ignore_eos,
         ),
         speculation_mode=mode_name(request.speculation_mode),
+        max_draft_nodes=field(request, "max_draft_nodes"),
         log_probs=request.return_log_probs,
     )
 

@@ -26,6 +26,8 @@ class TargetInfo:
     eos_token_ids: tuple[int, ...]
     speculation_modes: tuple[str, ...]
     default_speculation_mode: str
+    max_draft_nodes: int
+    """Draft tokens a step verifies per request at most; 0 without speculation."""
 
 
 def check_request(request: GenerationRequest, sampling: SamplingParams, target: TargetInfo) -> None:
@@ -36,7 +38,7 @@ def check_request(request: GenerationRequest, sampling: SamplingParams, target: 
         *_check_token_ids("token_ids", request.token_ids, target.vocab_size),
         *sampling.violations(),
         *_check_stopping(request.stopping, target),
-        *_check_speculation(request.speculation_mode, target),
+        *_check_speculation(request, target),
     )
 
 
@@ -132,10 +134,15 @@ def _check_stopping(stopping: StoppingChoice, target: TargetInfo) -> Iterator[Fi
     yield from _check_token_ids("stopping.stop_token_ids", ids, target.vocab_size)
 
 
-def _check_speculation(mode: str, target: TargetInfo) -> Iterator[FieldViolation]:
+def _check_speculation(request: GenerationRequest, target: TargetInfo) -> Iterator[FieldViolation]:
+    mode, nodes, limit = request.speculation_mode, request.max_draft_nodes, target.max_draft_nodes
     if mode not in ("default", *target.speculation_modes):
         allowed = ", ".join(("default", *target.speculation_modes))
         yield FieldViolation("speculation_mode", f"must be one of {allowed} on this server, is {mode}")
+    if nodes is not None and limit == 0:
+        yield FieldViolation("max_draft_nodes", f"must not be set: this server does not speculate; is {nodes}")
+    elif nodes is not None and not 1 <= nodes <= limit:
+        yield FieldViolation("max_draft_nodes", f"must be in [1, {limit}] on this server, is {nodes}")
 
 
 def _raise(*violations: FieldViolation) -> None:

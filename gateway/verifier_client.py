@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gateway.speculation_modes import mode_name, mode_number
 from gateway.validation import TargetInfo
 from tandem.errors import FieldViolation, InvalidRequest, Overloaded, Unavailable
 from tandem.rpc import channel_options, field_violations, retry_after_seconds
 from tandem.sampling import SamplingParams
+from tandem.speculation_modes import mode_name, mode_number
 from tandem.step_timing import StepTiming
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 
@@ -42,6 +42,7 @@ class SequenceRequest:
     max_tokens: int
     stop_token_ids: frozenset[int]
     speculation_mode: str
+    max_draft_nodes: int | None
     log_probs: bool
 
 
@@ -204,6 +205,7 @@ class VerifierClient:
             eos_token_ids=tuple(info.eos_token_ids),
             speculation_modes=tuple(mode_name(mode) for mode in info.speculation_modes),
             default_speculation_mode=mode_name(info.default_speculation_mode),
+            max_draft_nodes=info.max_draft_nodes,
         )
         return None
 
@@ -224,6 +226,7 @@ def _to_proto(sequence: SequenceRequest, generated: Sequence[int]) -> verificati
         max_tokens=sequence.max_tokens,
         stop_token_ids=sorted(sequence.stop_token_ids),
         speculation_mode=mode_number(sequence.speculation_mode),
+        max_draft_nodes=sequence.max_draft_nodes,
         return_log_probs=sequence.log_probs,
     )
 

@@ -12,7 +12,7 @@ Every call raises GenerationError with the server's status; docs/api.md describe
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -29,12 +29,13 @@ from tandem.client_protos import (
 from tandem.client_types import (
     Chunk,
     Final,
+    GenerateOptions,
     GenerationError,
     Message,
     ModelInfo,
     Prompt,
     Session,
-    Speculation,
+    SpeculationMode,
 )
 from tandem.rpc import channel_options
 from tandem.step_timing import StepTiming
@@ -46,13 +47,14 @@ __all__ = [
     "Chunk",
     "Client",
     "Final",
+    "GenerateOptions",
     "Generation",
     "GenerationError",
     "Message",
     "ModelInfo",
     "Prompt",
     "Session",
-    "Speculation",
+    "SpeculationMode",
     "StepTiming",
 ]
 
@@ -145,48 +147,10 @@ class Client:
         self._channel.close()
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool | None = None,
-        speculation: Speculation = "default",
-        session_id: str | None = None,
-        step_timing: bool = False,
-        log_probs: bool = False,
-        timeout: float | None = None,
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Generation:
-        """Continue a prompt. What is None takes the target's default, as `model()` tells it.
-
-        stop: strings that end the generation, cut from its text. stop_token_ids: ids that do. ignore_eos: go on past
-        the target's end-of-sequence tokens. speculation: "off" decodes plainly, "block" verifies drafted blocks; the
-        text is the same. session_id: add the prompt, which must be Messages, to a session. step_timing, log_probs: fill
-        those fields of the chunks. timeout: seconds for the whole generation.
-        """
-        request = generate_request(
-            prompt,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            speculation=speculation,
-            session_id=session_id,
-            step_timing=step_timing,
-            log_probs=log_probs,
-        )
-        return Generation(self._stub.Generate(request, timeout=timeout))
+        """Continue a prompt. `options` are the fields of GenerateOptions; timeout: seconds for the whole generation."""
+        return Generation(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
 
     def open_session(self, messages: Sequence[Message] = (), ttl_seconds: int | None = None) -> str:
         """Open a conversation that the gateway keeps, beginning with `messages`; returns its session_id."""
@@ -274,42 +238,10 @@ class AsyncClient:
         await self._channel.close()
 
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool | None = None,
-        speculation: Speculation = "default",
-        session_id: str | None = None,
-        step_timing: bool = False,
-        log_probs: bool = False,
-        timeout: float | None = None,
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGeneration:
         """As Client.generate; returns at once, errors come from the iteration."""
-        request = generate_request(
-            prompt,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            speculation=speculation,
-            session_id=session_id,
-            step_timing=step_timing,
-            log_probs=log_probs,
-        )
-        return AsyncGeneration(self._stub.Generate(request, timeout=timeout))
+        return AsyncGeneration(self._stub.Generate(generate_request(prompt, options), timeout=timeout))
 
     async def open_session(self, messages: Sequence[Message] = (), ttl_seconds: int | None = None) -> str:
         """Open a conversation that the gateway keeps, beginning with `messages`; returns its session_id."""

@@ -9,22 +9,17 @@ import grpc
 from tandem.client_types import (
     Chunk,
     Final,
+    GenerateOptions,
     GenerationError,
     Message,
     ModelInfo,
     Prompt,
     Session,
-    Speculation,
 )
 from tandem.rpc import field_violations, retry_after_seconds
+from tandem.speculation_modes import MODE_NUMBERS, mode_name
 from tandem.step_timing import StepTiming
 from tandem.v1 import generation_pb2
-
-_MODES = {
-    "default": generation_pb2.SPECULATION_MODE_UNSPECIFIED,
-    "off": generation_pb2.SPECULATION_MODE_OFF,
-    "block": generation_pb2.SPECULATION_MODE_BLOCK,
-}
 
 
 def error_of(error: grpc.RpcError) -> GenerationError:
@@ -88,52 +83,26 @@ class _Fields:
             raise GenerationError("INVALID_ARGUMENT", reasons, self.violations)
 
 
-def generate_request(
-    prompt: Prompt,
-    *,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    seed: int | None,
-    max_tokens: int | None,
-    stop: Sequence[str],
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool | None,
-    speculation: Speculation,
-    session_id: str | None,
-    step_timing: bool,
-    log_probs: bool,
-) -> generation_pb2.GenerateRequest:
+def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2.GenerateRequest:
     """The proto of a Generate call; GenerationError naming every argument that it cannot hold."""
+    if unknown := options.keys() - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     fields = _Fields()
-    request = generation_pb2.GenerateRequest(return_step_timing=step_timing, return_log_probs=log_probs)
+    request = generation_pb2.GenerateRequest(
+        return_step_timing=options.get("step_timing", False), return_log_probs=options.get("log_probs", False)
+    )
     _set_prompt(fields, request, prompt)
-    if session_id is not None:
+    if (session_id := options.get("session_id")) is not None:
         request.session_id = fields.text("session_id", session_id)
-    sampling = request.sampling
-    if temperature is not None:
-        sampling.temperature = fields.number("sampling.temperature", temperature)
-    if top_p is not None:
-        sampling.top_p = fields.number("sampling.top_p", top_p)
-    if top_k is not None:
-        sampling.top_k = fields.unsigned("sampling.top_k", top_k, 32)
-    if min_p is not None:
-        sampling.min_p = fields.number("sampling.min_p", min_p)
-    if seed is not None:
-        sampling.seed = fields.unsigned("sampling.seed", seed, 64)
-    stopping = request.stopping
-    if max_tokens is not None:
-        stopping.max_tokens = fields.unsigned("stopping.max_tokens", max_tokens, 32)
-    stopping.stop_token_ids.extend(fields.unsigned_list("stopping.stop_token_ids", stop_token_ids))
-    stop_strings = [stop] if isinstance(stop, str) else stop
-    stopping.stop_strings.extend(fields.text(f"stopping.stop_strings[{i}]", s) for i, s in enumerate(stop_strings))
-    if ignore_eos is not None:
-        stopping.ignore_eos = ignore_eos
-    if speculation in _MODES:
-        request.speculation_mode = _MODES[speculation]
+    _set_sampling(fields, request.sampling, options)
+    _set_stopping(fields, request.stopping, options)
+    mode = options.get("speculation_mode", "default")
+    if mode in MODE_NUMBERS:
+        request.speculation_mode = MODE_NUMBERS[mode]
     else:
-        fields.violations.append(("speculation_mode", f"must be one of {', '.join(_MODES)}, is {speculation!r}"))
+        fields.violations.append(("speculation_mode", f"must be one of {', '.join(MODE_NUMBERS)}, is {mode!r}"))
+    if (max_draft_nodes := options.get("max_draft_nodes")) is not None:
+        request.max_draft_nodes = fields.unsigned("max_draft_nodes", max_draft_nodes, 32)
     fields.check()
     return request
 
@@ -167,6 +136,30 @@ def _set_prompt(fields: _Fields, request: generation_pb2.GenerateRequest, prompt
         request.messages.extend(fields.messages(prompt))
     else:
         request.token_ids.extend(fields.unsigned_list("token_ids", prompt))
+
+
+def _set_sampling(fields: _Fields, sampling: generation_pb2.SamplingParams, options: GenerateOptions) -> None:
+    if (temperature := options.get("temperature")) is not None:
+        sampling.temperature = fields.number("sampling.temperature", temperature)
+    if (top_p := options.get("top_p")) is not None:
+        sampling.top_p = fields.number("sampling.top_p", top_p)
+    if (top_k := options.get("top_k")) is not None:
+        sampling.top_k = fields.unsigned("sampling.top_k", top_k, 32)
+    if (min_p := options.get("min_p")) is not None:
+        sampling.min_p = fields.number("sampling.min_p", min_p)
+    if (seed := options.get("seed")) is not None:
+        sampling.seed = fields.unsigned("sampling.seed", seed, 64)
+
+
+def _set_stopping(fields: _Fields, stopping: generation_pb2.StoppingParams, options: GenerateOptions) -> None:
+    if (max_tokens := options.get("max_tokens")) is not None:
+        stopping.max_tokens = fields.unsigned("stopping.max_tokens", max_tokens, 32)
+    stopping.stop_token_ids.extend(fields.unsigned_list("stopping.stop_token_ids", options.get("stop_token_ids", ())))
+    stop = options.get("stop") or ()
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    stopping.stop_strings.extend(fields.text(f"stopping.stop_strings[{i}]", s) for i, s in enumerate(stop_strings))
+    if (ignore_eos := options.get("ignore_eos")) is not None:
+        stopping.ignore_eos = ignore_eos
 
 
 def chunk_of(response: generation_pb2.GenerateResponse) -> Chunk:
@@ -206,15 +199,15 @@ def session_of(response: generation_pb2.GetSessionResponse) -> Session:
 
 def model_of(response: generation_pb2.GetModelResponse) -> ModelInfo:
     """The served target."""
-    names = {number: name for name, number in _MODES.items()}
     sampling = response.default_sampling
     return ModelInfo(
         model=response.model,
         max_context=response.max_context,
         vocab_size=response.vocab_size,
         eos_token_ids=list(response.eos_token_ids),
-        speculation_modes=[names.get(mode, str(mode)) for mode in response.speculation_modes],
-        default_speculation_mode=names.get(response.default_speculation_mode, str(response.default_speculation_mode)),
+        speculation_modes=[mode_name(mode) for mode in response.speculation_modes],
+        default_speculation_mode=mode_name(response.default_speculation_mode),
+        max_draft_nodes=response.max_draft_nodes,
         drafters=response.drafters,
         version=response.version,
         default_temperature=sampling.temperature,

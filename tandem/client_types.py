@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict
 
 from tandem.step_timing import StepTiming
 
-Speculation = Literal["default", "off", "block"]
+SpeculationMode = Literal["default", "off", "block", "tree", "auto"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,36 @@ class Message:
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Raw text, token ids, or a conversation."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `generate`. What is left out or None takes the server's default, as `model()` tells it."""
+
+    temperature: float | None
+    """0 takes the most likely token."""
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    """Unset: the gateway draws one; `Final.seed` tells which."""
+    max_tokens: int | None
+    stop: str | Sequence[str]
+    """Strings that end the generation, cut from its text."""
+    stop_token_ids: Sequence[int]
+    """Ids that end it."""
+    ignore_eos: bool | None
+    """Go on past the target's end-of-sequence tokens."""
+    speculation_mode: SpeculationMode
+    """How drafts are used: "off" decodes plainly, "block" verifies chains, "tree" trees, "auto" picks what pays most at
+    each step. The text is the same."""
+    max_draft_nodes: int | None
+    """Draft tokens verified per step at most, from 1 to `ModelInfo.max_draft_nodes`."""
+    session_id: str | None
+    """Add the prompt, which must be Messages, to a session."""
+    step_timing: bool
+    """Fill `Chunk.step_timing`."""
+    log_probs: bool
+    """Fill `Chunk.log_probs`."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +122,8 @@ class ModelInfo:
     eos_token_ids: list[int]
     speculation_modes: list[str]
     default_speculation_mode: str
+    max_draft_nodes: int
+    """Draft tokens a step verifies per request at most; 0 without speculation."""
     drafters: int
     """Drafters connected at this moment."""
     version: str

@@ -1,12 +1,14 @@
 """The prompt set that ships with Tandem: self-written conversations for measurements, equal parts chat, code, maths."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
 Kind = Literal["chat", "code", "maths"]
+KINDS: tuple[Kind, ...] = ("chat", "code", "maths")
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,10 @@ def load_prompts() -> tuple[Prompt, ...]:
     return tuple(_prompt(json.loads(line)) for line in lines)
 
 
-def mixed_prompts(count: int) -> list[Prompt]:
-    """`count` prompts, kinds taking turns (chat, code, maths, chat, ...), starting over when all are used."""
-    by_kind: dict[str, list[Prompt]] = {}
-    for prompt in load_prompts():
-        by_kind.setdefault(prompt.kind, []).append(prompt)
-    in_turn = [prompt for row in zip(*by_kind.values(), strict=True) for prompt in row]
+def mixed_prompts(count: int, kinds: Sequence[Kind] = KINDS) -> list[Prompt]:
+    """`count` prompts of these kinds, which take turns (chat, code, maths, chat, ...), starting over after the last."""
+    by_kind = [[prompt for prompt in load_prompts() if prompt.kind == kind] for kind in kinds]
+    in_turn = [prompt for row in zip(*by_kind, strict=True) for prompt in row]
     return [in_turn[index % len(in_turn)] for index in range(count)]
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tandem.cli.console import console, errors, fail
-from tandem.cli.options import DEFAULT_ADDRESS
+from tandem.cli.options import DEFAULT_ADDRESS, MaxDraftNodesOption, SpeculationMode
+from tandem.prompts import KINDS
 
 if TYPE_CHECKING:
     from tandem.bench.load import Plan
 
-MODES = ("off", "block")
+MODES = tuple(mode.value for mode in SpeculationMode if mode is not SpeculationMode.DEFAULT)
 
 
 def bench(
@@ -24,15 +26,22 @@ def bench(
         str | None, typer.Option(help=f"Measure the stack behind this gateway (default {DEFAULT_ADDRESS}).")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="Start the stack of this file, measure it, stop it.")] = None,
-    modes: Annotated[str, typer.Option(help="Of off and block, comma-separated.")] = "off,block",
+    modes: Annotated[
+        str | None, typer.Option(help="Of off, block, tree and auto, comma-separated. Unset: all that are served.")
+    ] = None,
     concurrency: Annotated[str, typer.Option(help="Numbers of clients, comma-separated.")] = "1,4,16",
     prompts: Annotated[int, typer.Option(min=1, help="Requests per pass; at least one per client.")] = 12,
+    kinds: Annotated[str, typer.Option(help="Kinds of prompts, comma-separated.")] = ",".join(KINDS),
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer at most; answers may end earlier.")] = 128,
     temperature: Annotated[float, typer.Option(min=0, help="Seeds are fixed: modes emit the same at any.")] = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="Passes per mode and concurrency.")] = 3,
+    max_draft_nodes: MaxDraftNodesOption = None,
+    runs: Annotated[int, typer.Option(min=1, help="Alternations of the modes per concurrency.")] = 3,
     json_path: Annotated[Path | None, typer.Option("--json", help="Also write everything to this file.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Keep finished passes in this file; if it holds some, go on from there.")
+    ] = None,
 ) -> None:
-    """Measure tokens/s, latencies and acceptance over the shipped prompts; modes alternate within one run."""
+    """Measure tokens/s, latencies and acceptance over the shipped prompts; modes alternate within every run."""
     if address is not None and config is not None:
         fail("--address and --config exclude each other", code=2)
     if json_path is not None:
@@ -48,15 +57,17 @@ def bench(
     from tandem.errors import StartupError
 
     plan = Plan(
-        modes=_modes(modes),
+        modes=_words("--modes", modes, MODES) if modes is not None else (),
         concurrency=_numbers("--concurrency", concurrency),
         prompts=prompts,
         max_tokens=max_tokens,
         temperature=temperature,
-        repeats=repeats,
+        runs=runs,
+        kinds=_words("--kinds", kinds, KINDS),
+        max_draft_nodes=max_draft_nodes,
     )
     try:
-        measured = run(_measure(plan, address or DEFAULT_ADDRESS, config))
+        measured = run(_measure(plan, address or DEFAULT_ADDRESS, config, resume))
     except StartupError as error:
         fail(str(error), code=2)
     except GenerationError as error:
@@ -72,12 +83,14 @@ def bench(
         console.print(f"written to {json_path}")
 
 
-async def _measure(plan: Plan, address: str, config: Path | None) -> dict[str, Any]:
+async def _measure(plan: Plan, address: str, config: Path | None, resume: Path | None) -> dict[str, Any]:
+    """Runs the plan; without modes, with all that the stack serves."""
     import yaml
     from rich.status import Status
 
     from tandem.bench.load import Step, run_plan
-    from tandem.bench.report import as_json, lines, results_of, table
+    from tandem.bench.passes import PassFile
+    from tandem.bench.report import as_json, lines, results_of, tables
     from tandem.cli.local_stack import local_stack
     from tandem.client import AsyncClient
     from tandem.errors import StartupError
@@ -88,30 +101,35 @@ async def _measure(plan: Plan, address: str, config: Path | None) -> dict[str, A
             address = await entered.enter_async_context(local_stack(config))
         client = await entered.enter_async_context(AsyncClient(address))
         model = await client.model()
-        if missing := [mode for mode in plan.modes if mode not in model.speculation_modes]:
-            raise StartupError(
-                f"--modes {missing[0]}: the stack at {address} serves {', '.join(model.speculation_modes)}"
-            )
+        served: tuple[Any, ...] = tuple(mode for mode in MODES if mode in model.speculation_modes)
+        if missing := [mode for mode in plan.modes if mode not in served]:
+            raise StartupError(f"--modes {missing[0]}: the stack at {address} serves {', '.join(served)}")
+        plan = replace(plan, modes=plan.modes or served)
         status = entered.enter_context(Status("", console=errors))
 
         def show(step: Step) -> None:
-            which = f"repeat {step.repeat} of {plan.repeats}" if step.repeat else "warm-up"
+            which = f"run {step.run} of {plan.runs}" if step.run else "warm-up"
             status.update(f"{step.concurrency} clients, {step.mode}, {which}")
 
-        prompts = mixed_prompts(max(plan.prompts, *plan.concurrency))
-        passes = await run_plan(client, plan, prompts, show)
+        prompts = mixed_prompts(max(plan.prompts, *plan.concurrency), plan.kinds)
+        if resume is None:
+            passes = await run_plan(client, plan, prompts, show)
+        else:
+            kept = PassFile(resume, plan, model.model)
+            passes = await run_plan(client, plan, prompts, show, kept.passes, kept.append)
     results, costs = results_of(passes)
-    console.print(table(results))
+    for table in tables(results, costs):
+        console.print(table)
     for line in lines(results, costs):
         console.print(line, soft_wrap=True)
     return as_json(results, costs, plan, yaml.safe_load(config.read_text()) if config else {}, asdict(model))
 
 
-def _modes(text: str) -> tuple[Any, ...]:
-    modes = tuple(dict.fromkeys(text.split(",")))
-    if wrong := [mode for mode in modes if mode not in MODES]:
-        fail(f"--modes: {wrong[0]!r} is none of {', '.join(MODES)}", code=2)
-    return modes
+def _words(option: str, text: str, allowed: Sequence[Any]) -> tuple[Any, ...]:
+    words = tuple(dict.fromkeys(text.split(",")))
+    if wrong := [word for word in words if word not in allowed]:
+        fail(f"{option}: {wrong[0]!r} is none of {', '.join(allowed)}", code=2)
+    return words
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tandem.cli.console import console, errors, fail
 from tandem.cli.generate import describe, figures, stream
 from tandem.cli.options import (
     DEFAULT_ADDRESS,
     AddressOption,
+    MaxDraftNodesOption,
     MaxTokensOption,
     MinPOption,
     SeedOption,
-    Speculation,
-    SpeculationOption,
+    SpeculationMode,
+    SpeculationModeOption,
     SystemOption,
     TemperatureOption,
     TopKOption,
@@ -23,7 +24,7 @@ from tandem.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from tandem.client import Client, Final
+    from tandem.client import Client, Final, GenerateOptions
 
 HELP = "/reset forgets the conversation, /stats shows figures of the last answer, /exit leaves; Ctrl-C stops an answer"
 
@@ -37,23 +38,27 @@ def chat(
     top_k: TopKOption = None,
     min_p: MinPOption = None,
     seed: SeedOption = None,
-    speculation: SpeculationOption = Speculation.DEFAULT,
+    speculation_mode: SpeculationModeOption = SpeculationMode.DEFAULT,
+    max_draft_nodes: MaxDraftNodesOption = None,
 ) -> None:
     """Talk with the model. The gateway keeps the conversation."""
     from tandem.client import Client, GenerationError
 
-    sampling: dict[str, Any] = {
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
         "seed": seed,
+        "speculation_mode": speculation_mode.value,
+        "max_draft_nodes": max_draft_nodes,
     }
     try:
         with Client(address) as client:
             model = client.model().model
             console.print(f"{model} at {address}. {HELP}.", soft_wrap=True, markup=False)
-            conversation = Conversation(client, system, speculation, max_tokens, sampling)
+            conversation = Conversation(client, system, options)
             try:
                 while conversation.turn():
                     pass
@@ -66,19 +71,10 @@ def chat(
 class Conversation:
     """One session after another with the same settings."""
 
-    def __init__(
-        self,
-        client: Client,
-        system: str | None,
-        speculation: Speculation,
-        max_tokens: int | None,
-        sampling: dict[str, Any],
-    ) -> None:
+    def __init__(self, client: Client, system: str | None, options: GenerateOptions) -> None:
         self._client = client
         self._system = system
-        self._speculation = speculation
-        self._max_tokens = max_tokens
-        self._sampling = sampling
+        self._options = options
         self._last: Final | None = None
         self._session = self._open()
 
@@ -120,15 +116,8 @@ class Conversation:
         from tandem.client import GenerationError, Message
 
         try:
-            final = stream(
-                self._client.generate(
-                    [Message("user", text)],
-                    session_id=self._session,
-                    max_tokens=self._max_tokens,
-                    speculation=self._speculation.value,
-                    **self._sampling,
-                )
-            )
+            options: GenerateOptions = {**self._options, "session_id": self._session}
+            final = stream(self._client.generate([Message("user", text)], **options))
         except GenerationError as error:
             errors.print(describe(error), markup=False)
             if error.code == "NOT_FOUND":

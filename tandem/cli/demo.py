@@ -12,18 +12,18 @@ from tandem.cli.console import console, errors, fail
 from tandem.cli.options import DEFAULT_CONFIG, ConfigOption
 
 if TYPE_CHECKING:
-    from tandem.client import AsyncClient
+    from tandem.client import AsyncClient, SpeculationMode
 
 QUESTION = "Why is the sky blue?"
 
-MEASURED_TOKENS, MEASURED_PROMPTS, REPEATS = 96, 4, 2
+MEASURED_TOKENS, MEASURED_PROMPTS, RUNS = 96, 4, 2
 
 
 def demo(
     config: ConfigOption = DEFAULT_CONFIG,
     question: Annotated[str, typer.Option(help="What to ask.")] = QUESTION,
 ) -> None:
-    """Start a stack, answer a question, compare decoding with and without speculation, stop everything."""
+    """Start a stack, answer a question, compare the server's best mode with plain decoding, stop everything."""
     from tandem.cli.generate import describe
     from tandem.cli.runner import Interrupted, run
     from tandem.cli.stack import StackFailed
@@ -51,7 +51,9 @@ async def _demo(config: Path, question: str) -> None:
         console.print(f"{model.model} at {address}, {model.drafters} drafter(s)\n", markup=False)
         console.print(f"> {question}", style="bold", markup=False, soft_wrap=True)
         await _answer(client, question)
-        await _compare(client, question, model.speculation_modes)
+        served = model.speculation_modes
+        best = next((mode for mode in ("auto", "tree", "block") if mode in served), None)
+        await _compare(client, question, ("off", best) if best else ("off",))
 
 
 async def _answer(client: AsyncClient, question: str) -> None:
@@ -65,19 +67,19 @@ async def _answer(client: AsyncClient, question: str) -> None:
     console.print(f"\n\n{figures(generation.final)}\n", style="dim", soft_wrap=True)
 
 
-async def _compare(client: AsyncClient, question: str, modes: list[str]) -> None:
-    from tandem.bench.load import Mode, Plan, run_plan
-    from tandem.bench.report import lines, results_of, table
-    from tandem.prompts import Prompt, Turn, mixed_prompts
+async def _compare(client: AsyncClient, question: str, modes: tuple[SpeculationMode, ...]) -> None:
+    from tandem.bench.load import Plan, run_plan
+    from tandem.bench.report import lines, results_of, tables
+    from tandem.prompts import KINDS, Prompt, Turn, mixed_prompts
 
-    wanted: tuple[Mode, ...] = ("off", "block") if "block" in modes else ("off",)
-    plan = Plan(wanted, (1,), MEASURED_PROMPTS, MEASURED_TOKENS, temperature=0.0, repeats=REPEATS)
+    plan = Plan(modes, (1,), MEASURED_PROMPTS, MEASURED_TOKENS, temperature=0.0, runs=RUNS, kinds=KINDS)
     prompts = [Prompt("demo", "chat", (Turn("user", question),)), *mixed_prompts(MEASURED_PROMPTS - 1)]
     with errors.status("measuring") as status:
         passes = await run_plan(
             client, plan, prompts, lambda step: status.update(f"measuring: speculation {step.mode}")
         )
     results, costs = results_of(passes)
-    console.print(table(results))
+    for table in tables(results, costs):
+        console.print(table)
     for line in lines(results, costs):
         console.print(line, soft_wrap=True)

@@ -11,11 +11,12 @@ from tandem.cli.console import errors, fail
 from tandem.cli.options import (
     DEFAULT_ADDRESS,
     AddressOption,
+    MaxDraftNodesOption,
     MaxTokensOption,
     MinPOption,
     SeedOption,
-    Speculation,
-    SpeculationOption,
+    SpeculationMode,
+    SpeculationModeOption,
     SystemOption,
     TemperatureOption,
     TopKOption,
@@ -39,7 +40,8 @@ def generate(
     seed: SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
-    speculation: SpeculationOption = Speculation.DEFAULT,
+    speculation_mode: SpeculationModeOption = SpeculationMode.DEFAULT,
+    max_draft_nodes: MaxDraftNodesOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print token, time and acceptance figures after it.")] = False,
 ) -> None:
     """Ask a question and stream the answer. Ctrl-C stops it."""
@@ -62,7 +64,8 @@ def generate(
                 seed=seed,
                 stop=stop or (),
                 ignore_eos=ignore_eos or None,
-                speculation=speculation.value,
+                speculation_mode=speculation_mode.value,
+                max_draft_nodes=max_draft_nodes,
             )
             final = stream(generation)
     except GenerationError as error:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from tandem.cli.console import errors
-from tandem.cli.parts import check_ports_free, parts_of
+from tandem.cli.parts import Part, check_ports_free, parts_of
 from tandem.cli.stack import Stack, StackFailed
 from tandem.client import GenerationError
 from tandem.config import load_config
@@ -21,12 +21,18 @@ SHOWN_LINES = 20
 async def local_stack(config_path: Path) -> AsyncIterator[str]:
     """Runs the stack of a config file inside the block; gives the gateway's address.
 
-    StartupError for a wrong config or a port in use, StackFailed if a part ends; then the last lines of its log go to
-    standard error.
+    StartupError for a wrong config or a port in use, StackFailed as quiet_stack.
     """
     config = load_config(config_path)
     check_ports_free(config)
     parts = parts_of(config, config_path)
+    async with quiet_stack(parts):
+        yield next(part.address for part in parts if part.name == "gateway")
+
+
+@contextlib.asynccontextmanager
+async def quiet_stack(parts: Sequence[Part]) -> AsyncIterator[None]:
+    """Runs parts inside the block. StackFailed if one ends; then the last lines of its log go to standard error."""
     logs: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=SHOWN_LINES))
     stack = Stack(parts, lambda part, line: logs[part].append(line))
     try:
@@ -34,14 +40,14 @@ async def local_stack(config_path: Path) -> AsyncIterator[str]:
             async with stack:
                 status.stop()
                 try:
-                    yield next(part.address for part in parts if part.name == "gateway")
+                    yield
                 except GenerationError:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(1):
                             await stack.wait()  # a part that died is the better explanation
                     raise
     except StackFailed as error:
-        name = str(error).split()[0].rstrip(":,")
+        name = next((part.name for part in parts if str(error).startswith(part.name)), "")
         for line in logs[name]:
             errors.print(f"{name} | {line}", markup=False)
         raise

@@ -13,12 +13,14 @@ DEFAULT_ADDRESS = "127.0.0.1:7600"
 DEFAULT_CONFIG = Path("configs/demo.yaml")
 
 
-class Speculation(StrEnum):
+class SpeculationMode(StrEnum):
     """How drafts are used."""
 
     DEFAULT = "default"
     OFF = "off"
     BLOCK = "block"
+    TREE = "tree"
+    AUTO = "auto"
 
 
 SystemOption = Annotated[str | None, typer.Option(help="A system message before the question.")]
@@ -28,4 +30,5 @@ TopPOption = Annotated[float | None, typer.Option(help="Smallest set of tokens t
 TopKOption = Annotated[int | None, typer.Option(help="This many likeliest tokens; 0 keeps all.")]
 MinPOption = Annotated[float | None, typer.Option(help="Tokens with at least this share of the top probability.")]
 SeedOption = Annotated[int | None, typer.Option(help="Same seed, same text, with speculation off or on.")]
-SpeculationOption = Annotated[Speculation, typer.Option(help="How drafts are used.")]
+SpeculationModeOption = Annotated[SpeculationMode, typer.Option(help="How drafts are used.")]
+MaxDraftNodesOption = Annotated[int | None, typer.Option(help="Draft tokens verified per step at most.")]

@@ -35,12 +35,12 @@ class Part:
 
 
 def parts_of(config: StackConfig, path: Path) -> list[Part]:
-    """Verifier, drafter (with a draft model only) and gateway, in the order they start."""
+    """Verifier, drafter (where there is something to draft with) and gateway, in the order they start."""
 
     def command(module: str) -> tuple[str, ...]:
         return (sys.executable, "-m", module, "--config", str(path))
 
-    speculates = config.draft_model is not None
+    speculates = config.speculates
     parts = [
         Part(
             "verifier",
@@ -76,7 +76,7 @@ def parts_of(config: StackConfig, path: Path) -> list[Part]:
 def check_ports_free(config: StackConfig) -> None:
     """StartupError naming the key of every address that is taken, by another process or twice in the config."""
     sections = {"gateway": config.gateway, "verifier": config.verifier}
-    if config.draft_model is not None:
+    if config.speculates:
         sections["drafter"] = config.drafter
     addresses = {
         f"{name}.{key}": address

@@ -81,7 +81,8 @@ async def test_the_verifier_gets_everything_it_needs(stack: GatewayStack) -> Non
         min_p=0.25,
         seed=2**64 - 1,
         stop_token_ids=[400],
-        speculation="off",
+        speculation_mode="tree",
+        max_draft_nodes=5,
     )
     request = stack.verifier.requests[0]
     assert list(request.token_ids) == encode("hello")
@@ -90,7 +91,16 @@ async def test_the_verifier_gets_everything_it_needs(stack: GatewayStack) -> Non
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 7, 0.25)
     assert sampling.seed == 2**64 - 1
     assert (request.max_tokens, list(request.stop_token_ids)) == (9, [tokenizers.EOS, 400])
-    assert request.speculation_mode == generation_pb2.SPECULATION_MODE_OFF
+    assert request.speculation_mode == generation_pb2.SPECULATION_MODE_TREE
+    assert request.max_draft_nodes == 5
+
+
+async def test_what_a_request_does_not_say_about_speculation_is_left_to_the_verifier(stack: GatewayStack) -> None:
+    """Unset is not the same as any value that the gateway could fill in."""
+    await ids_of(stack, max_tokens=2)
+    request = stack.verifier.requests[0]
+    assert request.speculation_mode == generation_pb2.SPECULATION_MODE_UNSPECIFIED
+    assert not request.HasField("max_draft_nodes")
 
 
 async def test_unset_sampling_is_the_targets_and_unset_seeds_differ() -> None:
@@ -106,7 +116,8 @@ async def test_unset_sampling_is_the_targets_and_unset_seeds_differ() -> None:
         model = await stack.client.model()
         assert (model.default_temperature, model.default_top_p, model.default_top_k) == (0.5, 0.75, 20)
         assert (model.max_context, model.vocab_size, model.eos_token_ids, model.drafters) == (128, 512, [2], 3)
-        assert (model.speculation_modes, model.default_speculation_mode) == (["off", "block"], "block")
+        assert (model.speculation_modes, model.default_speculation_mode) == (["off", "block", "tree", "auto"], "auto")
+        assert model.max_draft_nodes == stack.verifier.max_draft_nodes
 
 
 async def test_without_max_tokens_the_context_is_filled(stack: GatewayStack) -> None:
@@ -205,7 +216,7 @@ async def test_a_stream_survives_the_death_of_its_verifier(stack: GatewayStack) 
     undisturbed = await ids_of(stack, seed=9, max_tokens=30)
     assert undisturbed == letters(stack.verifier.requests[0])
     stack.verifier.die_after = 12
-    generation = stack.client.generate("hello", seed=9, max_tokens=30)
+    generation = stack.client.generate("hello", seed=9, max_tokens=30, speculation_mode="tree", max_draft_nodes=3)
     running = asyncio.create_task(generation.result())
     await eventually(lambda: len(generation.token_ids) == 12)
     await stack.verifier.death
@@ -217,6 +228,9 @@ async def test_a_stream_survives_the_death_of_its_verifier(stack: GatewayStack) 
     assert list(second.token_ids) == encode("hello") + undisturbed[:12]
     for field in ("prompt_length", "sampling", "max_tokens", "stop_token_ids", "request_id"):
         assert getattr(second, field) == getattr(first, field)
+    for request in (first, second):
+        assert request.speculation_mode == generation_pb2.SPECULATION_MODE_TREE
+        assert request.max_draft_nodes == 3
     # 12 tokens in messages of 1, 3, 2, 4, 1, 1, then what the second verifier says about its part.
     assert (final.completion_tokens, final.steps, final.accepted_tokens) == (30, 6 + 7, 12 - 6 + 9)
     assert final.accepted_per_position == [3 + 5, 2 + 3, 1 + 1, 0]

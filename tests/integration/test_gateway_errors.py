@@ -60,7 +60,11 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"stop": ["é" * 257]}, "stopping.stop_strings[0]", "must have 1 to 256 characters, has 257"),
     ({"stop_token_ids": [3, VOCAB]}, "stopping.stop_token_ids[1]", f"must be below {VOCAB}"),
     ({"stop_token_ids": [3] * 2000}, "stopping.stop_token_ids", "must be at most 1024, are 2000"),
-    ({"speculation": "tree"}, "speculation_mode", "must be one of default, off, block"),
+    ({"speculation_mode": "forest"}, "speculation_mode", "must be one of default, off, block, tree, auto, is 'forest'"),
+    ({"max_draft_nodes": 0}, "max_draft_nodes", r"must be in \[1, 16\] on this server, is 0"),
+    ({"max_draft_nodes": 17, "speculation_mode": "tree"}, "max_draft_nodes", r"must be in \[1, 16\].*is 17"),
+    ({"max_draft_nodes": 17, "speculation_mode": "off"}, "max_draft_nodes", r"must be in \[1, 16\].*is 17"),
+    ({"max_draft_nodes": -1}, "max_draft_nodes", r"must be in \[0, 2\^32\), is -1"),
     ({"prompt": "x", "session_id": "s"}, "prompt", "cannot be added to a session; use messages"),
     ({"prompt": [3], "session_id": "s"}, "token_ids", "cannot be added to a session; use messages"),
 ]
@@ -145,11 +149,22 @@ async def test_an_oversized_request_is_refused_unread(stack: GatewayStack) -> No
 
 async def test_a_speculation_mode_the_verifier_lacks_is_refused() -> None:
     """A verifier without a draft model decodes plainly and says so."""
-    async with gateway_stack(FakeVerifier(speculation_modes=[generation_pb2.SPECULATION_MODE_OFF])) as stack:
+    verifier = FakeVerifier(speculation_modes=[generation_pb2.SPECULATION_MODE_OFF], max_draft_nodes=0)
+    async with gateway_stack(verifier) as stack:
         with pytest.raises(GenerationError) as caught:
-            await stack.client.generate("hello", speculation="block").result()
-        assert caught.value.violations == [("speculation_mode", "must be one of default, off on this server, is block")]
-        assert (await stack.client.generate("hello", max_tokens=2, speculation="off").result()).completion_tokens == 2
+            await stack.client.generate("hello", speculation_mode="tree", max_draft_nodes=4).result()
+        assert caught.value.violations == [
+            ("speculation_mode", "must be one of default, off on this server, is tree"),
+            ("max_draft_nodes", "must not be set: this server does not speculate; is 4"),
+        ]
+        final = await stack.client.generate("hello", max_tokens=2, speculation_mode="off").result()
+        assert final.completion_tokens == 2
+
+
+async def test_an_argument_that_does_not_exist_is_a_type_error(stack: GatewayStack) -> None:
+    """As Python's own signatures say it: a misspelt option must not be ignored."""
+    with pytest.raises(TypeError, match=r"generate\(\) got an unexpected keyword argument 'max_token'"):
+        stack.client.generate("hello", max_token=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Running:
     async def tokens(self, prompt: Prompt, speculation: str, **options: object) -> tuple[list[int], Final]:
         messages = [Message(t.role, t.content) for t in prompt.messages]
         values: dict[str, object] = {"ignore_eos": True, **options}
-        generation = self.client.generate(messages, speculation=speculation, **values)  # type: ignore[arg-type]
+        generation = self.client.generate(messages, speculation_mode=speculation, **values)  # type: ignore[arg-type]
         async for _ in generation:
             pass
         return generation.token_ids, generation.final

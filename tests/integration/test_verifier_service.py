@@ -60,7 +60,15 @@ async def service(folders: tuple[Path, Path]) -> AsyncIterator[Service]:
         {
             "target": target,
             "draft_model": draft,
-            "verifier": {"dtype": "float32", "kv_blocks": 40, "kv_block_tokens": 16, "draft_timeout_ms": 5000},
+            "verifier": {
+                "dtype": "float32",
+                "kv_blocks": 40,
+                "kv_block_tokens": 16,
+                "draft_timeout_ms": 5000,
+                "speculation_mode": "block",
+                "max_draft_nodes": 16,
+                "warm_up_seconds": 0.1,
+            },
         }
     )
     engine, info, speculation = build(config, CollectorRegistry())
@@ -166,6 +174,8 @@ class DrafterPeer:
         ({"sampling": generation_pb2.SamplingParams(temperature=0.5)}, "sampling.seed"),
         ({"sampling": generation_pb2.SamplingParams(temperature=0, top_p=0)}, "sampling.top_p"),
         ({"speculation_mode": 99}, "speculation_mode"),
+        ({"max_draft_nodes": 0}, "max_draft_nodes"),
+        ({"max_draft_nodes": 17}, "max_draft_nodes"),
     ],
 )
 async def test_a_bad_request_is_refused_by_field(service: Service, changes: dict[str, object], field: str) -> None:
@@ -186,6 +196,74 @@ async def test_cancelling_a_call_frees_its_blocks(service: Service) -> None:
     await call.read()
     call.cancel()
     await service.until(lambda load: load.running_sequences == 0 and load.kv_blocks_used == 0)
+
+
+async def test_info_names_the_modes_and_the_node_limit(service: Service) -> None:
+    info = await service.generation.GetInfo(verification_pb2.GetInfoRequest())
+    assert info.max_draft_nodes == 16
+    assert info.default_speculation_mode == generation_pb2.SPECULATION_MODE_BLOCK
+    assert list(info.speculation_modes) == [
+        generation_pb2.SPECULATION_MODE_OFF,
+        generation_pb2.SPECULATION_MODE_BLOCK,
+        generation_pb2.SPECULATION_MODE_TREE,
+        generation_pb2.SPECULATION_MODE_AUTO,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "nodes"),
+    [
+        ({}, speculation_pb2.DRAFT_SHAPE_BLOCK, 7),
+        ({"max_draft_nodes": 3}, speculation_pb2.DRAFT_SHAPE_BLOCK, 3),
+        ({"speculation_mode": generation_pb2.SPECULATION_MODE_TREE}, speculation_pb2.DRAFT_SHAPE_TREE, 16),
+        (
+            {"speculation_mode": generation_pb2.SPECULATION_MODE_TREE, "max_draft_nodes": 5},
+            speculation_pb2.DRAFT_SHAPE_TREE,
+            5,
+        ),
+        (
+            {"speculation_mode": generation_pb2.SPECULATION_MODE_AUTO, "max_draft_nodes": 5},
+            speculation_pb2.DRAFT_SHAPE_TREE,
+            5,
+        ),
+    ],
+)
+async def test_a_request_says_what_is_drafted_for_it(
+    service: Service, changes: dict[str, object], shape: int, nodes: int
+) -> None:
+    """Mode and node limit of the request are those of the draft that is asked for."""
+    peer = DrafterPeer(service)
+    await peer.register()
+    running = asyncio.create_task(tokens_of(service, **changes))
+    wanted = await peer.next_request()
+    assert (wanted.shape, wanted.max_nodes) == (shape, nodes)
+    peer.call.cancel()
+    assert await running == [LOOP] * 24
+
+
+async def test_a_tree_is_verified_along_its_right_branch(service: Service) -> None:
+    """A wrong node before the right one, at the same depth, costs nothing."""
+    peer = DrafterPeer(service)
+    await peer.register()
+    running = asyncio.create_task(
+        tokens_of(service, max_tokens=9, speculation_mode=generation_pb2.SPECULATION_MODE_TREE)
+    )
+    await peer.answer(await peer.next_request(), [1, LOOP, LOOP, 2], parents=[0, 0, 2, 2])
+    await peer.next_request()
+    peer.call.cancel()
+    assert await running == [LOOP] * 9
+    load = await service.load()
+    assert (load.drafts, load.drafted_tokens, load.accepted_tokens) == (1, 4, 2)
+
+
+async def test_load_tells_the_controllers_choice(service: Service) -> None:
+    assert (await service.load()).speculation.reason == "no drafter"
+    peer = DrafterPeer(service)
+    await peer.register()
+    await service.until(lambda load: load.drafters == 1)
+    assert (await service.load()).speculation.reason == "learning"
+    peer.call.cancel()
+    await service.until(lambda load: load.drafters == 0)
 
 
 async def test_abort_ends_the_call_as_cancelled(service: Service) -> None:
@@ -232,8 +310,7 @@ async def test_a_drafters_first_message_must_be_its_registration(service: Servic
     [
         ([1, VOCAB], {}, "drafts[0].tokens[1]"),
         ([1, 2], {"parents": [0, 5]}, "drafts[0].parents[1]"),
-        ([1, 2], {"parents": [0, 0]}, "drafts[0].parents"),
-        ([1] * 8, {}, "drafts[0].tokens"),
+        ([1] * 17, {}, "drafts[0].tokens"),
         ([1, 2], {"log_probs": []}, "drafts[0].tokens, parents, log_probs"),
     ],
 )

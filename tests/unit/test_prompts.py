@@ -30,6 +30,12 @@ def test_the_set_holds_multi_turn_and_system_prompts_of_each_kind() -> None:
         assert any(prompt.messages[0].role == "system" for prompt in prompts)
 
 
+def test_a_mix_may_be_of_some_kinds_only() -> None:
+    """What a filter leaves out must not come back when the prompts start over."""
+    assert [prompt.id for prompt in mixed_prompts(3, ["maths", "chat"])] == ["maths-01", "chat-01", "maths-02"]
+    assert {prompt.kind for prompt in mixed_prompts(40, ["code"])} == {"code"}
+
+
 def test_a_mix_takes_kinds_in_turn_and_starts_over_when_all_are_used() -> None:
     assert [prompt.id for prompt in mixed_prompts(4)] == ["chat-01", "code-01", "maths-01", "chat-02"]
     many = mixed_prompts(50)

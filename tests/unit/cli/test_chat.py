@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tandem.cli.main import app
+from tandem.v1 import generation_pb2 as pb
 from tests.fakes.fake_gateway import FakeGateway
 
 
@@ -36,7 +37,10 @@ def test_options_and_system_message_hold_for_the_whole_conversation(gateway: Fak
         "a b c",
         "/reset",
         "d e f",
-        options=("--system", "Be brief.", "--temperature", "0", "--max-tokens", "2"),
+        options=(
+            *("--system", "Be brief.", "--temperature", "0", "--max-tokens", "2"),
+            *("--speculation-mode", "auto", "--max-draft-nodes", "3"),
+        ),
     )
     assert [[m.content for m in request.messages] for request in gateway.opened] == [["Be brief."], ["Be brief."]]
     one, two = gateway.requests
@@ -44,11 +48,12 @@ def test_options_and_system_message_hold_for_the_whole_conversation(gateway: Fak
     for request in (one, two):
         assert request.sampling.HasField("temperature")
         assert request.stopping.max_tokens == 2
+        assert (request.speculation_mode, request.max_draft_nodes) == (pb.SPECULATION_MODE_AUTO, 3)
     assert gateway.sessions == {}
 
 
 def test_stats_are_of_the_last_answer(gateway: FakeGateway) -> None:
-    result = chat(gateway, "/stats", "a b c d", "/stats", options=("--speculation", "block"))
+    result = chat(gateway, "/stats", "a b c d", "/stats", options=("--speculation-mode", "block"))
     before, after = result.stdout.split("a b c d")
     assert "no answer yet" in before
     assert "acceptance length 3.00" in after

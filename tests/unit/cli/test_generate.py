@@ -40,15 +40,16 @@ def test_a_question_becomes_a_conversation_and_unset_options_stay_unset(gateway:
     assert not request.stopping.HasField("max_tokens")
     assert not request.stopping.HasField("ignore_eos")
     assert request.speculation_mode == pb.SPECULATION_MODE_UNSPECIFIED
+    assert not request.HasField("max_draft_nodes")
 
 
 def test_every_option_arrives_zero_included(gateway: FakeGateway) -> None:
     options = "--temperature 0 --top-p 0.5 --top-k 0 --min-p 0 --seed 0 --max-tokens 2 --stop x --stop y --ignore-eos"
-    ask(gateway, "a b c", *options.split(), "--speculation", "off")
+    ask(gateway, "a b c", *options.split(), "--speculation-mode", "tree", "--max-draft-nodes", "5")
     (request,) = gateway.requests
     assert request.sampling == pb.SamplingParams(temperature=0, top_p=0.5, top_k=0, min_p=0, seed=0)
     assert request.stopping == pb.StoppingParams(max_tokens=2, stop_strings=["x", "y"], ignore_eos=True)
-    assert request.speculation_mode == pb.SPECULATION_MODE_OFF
+    assert (request.speculation_mode, request.max_draft_nodes) == (pb.SPECULATION_MODE_TREE, 5)
 
 
 def test_raw_sends_the_text_as_it_is(gateway: FakeGateway) -> None:
@@ -65,9 +66,9 @@ def test_a_dash_reads_the_question_from_standard_input(gateway: FakeGateway) -> 
 
 
 def test_stats_tell_acceptance(gateway: FakeGateway) -> None:
-    result = ask(gateway, "a b c d e f g", "--speculation", "block", "--stats")
+    result = ask(gateway, "a b c d e f g", "--speculation-mode", "block", "--stats")
     assert "2 drafted, acceptance length 3.00, accepted 4 of 14 (29%)" in " ".join(result.stderr.split())
-    assert "none drafted" in ask(gateway, "a b c", "--speculation", "off", "--stats").stderr
+    assert "none drafted" in ask(gateway, "a b c", "--speculation-mode", "off", "--stats").stderr
 
 
 @pytest.mark.parametrize(

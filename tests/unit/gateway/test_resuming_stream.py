@@ -19,7 +19,7 @@ from tandem.errors import Overloaded, Unavailable
 from tandem.sampling import SamplingParams
 from tandem.step_timing import StepTiming
 
-REQUEST = SequenceRequest("id", [1, 2], SamplingParams(), 6, frozenset({99}), "default", False)
+REQUEST = SequenceRequest("id", [1, 2], SamplingParams(), 6, frozenset({99}), "default", None, False)
 
 
 def step(*ids: int, end: SequenceEnd | None = None) -> Emission:
