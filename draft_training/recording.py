@@ -46,7 +46,12 @@ def _record(
     decoder = SlotDecoder(model, len(prompts), longest, tap_layers, device)
     taps = torch.zeros(len(prompts), longest, decoder.width, dtype=torch.bfloat16)
     texts = [list(ids) for _, ids in prompts]
-    fed = [0] * len(prompts)
+    fed = [len(text) - 1 for text in texts]
+    for i, text in enumerate(texts):
+        if fed[i]:
+            prefix = decoder.prefix(text[:-1])
+            decoder.begin_with(i, prefix)
+            taps[i, : fed[i]] = prefix.taps.to("cpu", torch.bfloat16)
     live = set(range(len(prompts)))
     rows = torch.arange(len(prompts))
     while live:
@@ -55,8 +60,6 @@ def _record(
         greedy = step.logits.argmax(dim=-1).tolist()
         for i in sorted(live):
             fed[i] += 1
-            if fed[i] < len(texts[i]):
-                continue
             params = samplings[i]
             token = greedy[i] if params.greedy else sample(step.logits[i], params, len(texts[i]))
             texts[i].append(token)

@@ -124,15 +124,22 @@ class ConversationWriter:
         if prompt is None:
             return None
         slot = _Slot.begin(prompt)
-        shared = tuple(prompt.ids[: prompt.shared])
-        if shared:
-            if shared not in self._prefixes:
-                self._prefixes[shared] = self._decoder.prefix(list(shared))
-            prefix = self._prefixes[shared]
+        prefix = self._prefix(prompt)
+        if prefix:
             self._decoder.begin_with(index, prefix)
-            self._taps[index, : len(shared)] = prefix.taps.to("cpu", torch.bfloat16)
-            slot.fed = len(shared)
+            slot.fed = len(prefix.taps)
+            self._taps[index, : slot.fed] = prefix.taps.to("cpu", torch.bfloat16)
         return slot
+
+    def _prefix(self, prompt: Prompt) -> Prefix | None:
+        """What the conversation begins with, computed in one go: a whole prompt but for its last token, or what prompts
+        have in common, which is kept."""
+        if prompt.closing is None:
+            return self._decoder.prefix(prompt.ids[:-1]) if len(prompt.ids) > 1 else None
+        shared = tuple(prompt.ids[: prompt.shared])
+        if shared and shared not in self._prefixes:
+            self._prefixes[shared] = self._decoder.prefix(list(shared))
+        return self._prefixes.get(shared)
 
     def _choose(self, logits: torch.Tensor, slots: list[_Slot | None]) -> list[int]:
         """Greedy, or sampled from the top_k: answers at their temperature, user turns at 1."""

@@ -23,8 +23,8 @@ _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
 _TURN_ON = 1.015
 """Gain over plain decoding from which drafts are asked for again; once they are, down to a gain of 1."""
-_REVIEW_STEPS = 16
-"""Steps after which the decision to ask is taken anew, at the latest."""
+_REVIEW_STEPS, _MOST_REVIEW_STEPS = 16, 64
+"""Steps after which the decision to ask is taken anew; more and more while nothing changes."""
 _REVIEW_PAUSE = 4
 """Steps between two such decisions at least, however the load changes."""
 _LEARN_DRAFTS = 96
@@ -121,6 +121,7 @@ class SpeculationController:
         self._max_nodes = max_nodes
         self._reviewed_for: tuple[int, ...] = ()
         self._until_review = 0
+        self._review_every = _REVIEW_STEPS
         self._busy = 0.0
         """Seconds of steps and waits so far."""
         self._steps = 0
@@ -142,7 +143,7 @@ class SpeculationController:
         """Whether to ask for drafts now, and of how many nodes. Called once per step while auto sequences decode."""
         self._until_review -= 1
         bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed)
-        moved = bucket != self._reviewed_for and self._until_review <= _REVIEW_STEPS - _REVIEW_PAUSE
+        moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
         if self._until_review <= 0 or moved:
             self._review(load, bucket)
         if self._probe_left == 0:
@@ -221,10 +222,17 @@ class SpeculationController:
     def _review(self, load: DecodeLoad, bucket: tuple[int, ...]) -> None:
         if not self.drafts.known or self._memory.count == 0:
             return
-        self._until_review, self._reviewed_for = _REVIEW_STEPS if self._informed else _REVIEW_PAUSE, bucket
-        self.outlook = self._look_ahead(load)
+        before = self.speculating, self.outlook.nodes, self._reviewed_for
+        self.outlook, self._reviewed_for = self._look_ahead(load), bucket
         if self._informed:
             self._turn(self.outlook.gain > (1.0 if self.speculating else _TURN_ON))
+        if not self._informed:
+            self._review_every = _REVIEW_PAUSE
+        elif before == (self.speculating, self.outlook.nodes, bucket):
+            self._review_every = min(2 * self._review_every, _MOST_REVIEW_STEPS)
+        else:
+            self._review_every = _REVIEW_STEPS
+        self._until_review = self._review_every
 
     def _turn(self, on: bool) -> None:
         if on != self.speculating:
