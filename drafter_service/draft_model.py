@@ -23,6 +23,7 @@ from drafter_service.slot_candidates import greedy_blocks, independent_candidate
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.draft_tree import Candidates, Draft, best_chain, build_tree, sample_chain
 from tandem.layers.dflash2 import grouped_conv, split_kernels
+from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
 from tandem.layers.rope import apply_rope, rope_table
@@ -73,10 +74,12 @@ class DraftModel:
         """[positions, 2, head_dim]"""
 
     @classmethod
-    def load(cls, draft_folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device) -> "DraftModel":
-        """StartupError names the file and the key or tensor that is wrong."""
+    def load(
+        cls, draft_folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device, int8: bool = False
+    ) -> "DraftModel":
+        """StartupError names the file and the key or tensor that is wrong. int8: see load_weights."""
         config = DraftConfig.load(draft_folder)
-        return cls(config, load_weights(config, draft_folder, target_folder, dtype, device))
+        return cls(config, load_weights(config, draft_folder, target_folder, dtype, device, int8))
 
     def new_context(self) -> ContextKV:
         """Room for one sequence's keys and values."""
@@ -221,7 +224,7 @@ class DraftModel:
         conv: ConvWeights | None,
         kernel: torch.Tensor | None,
         residual: torch.Tensor,
-        last: Linear,
+        last: Linear | Int8Linear,
         x: torch.Tensor,
     ) -> torch.Tensor:
         """residual + the sublayer's output, `last` of x, convolved if there is a convolution."""

@@ -9,6 +9,7 @@ import torch
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
+from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
 
 _VERIFIERS_TENSORS = ("fc.weight", "hidden_norm.weight")
@@ -44,17 +45,17 @@ class LayerWeights:
 
     input_norm: torch.Tensor
     """[H]"""
-    qkv: Linear
+    qkv: Linear | Int8Linear
     """H -> (N + 2M) x D: queries, keys, values."""
     query_key_norm: torch.Tensor
     """[N + M, D]: q_norm for each query head, then k_norm for each key head."""
-    output: Linear
+    output: Linear | Int8Linear
     """N x D -> H"""
     post_attention_norm: torch.Tensor
     """[H]"""
-    gate_up: Linear
+    gate_up: Linear | Int8Linear
     """H -> 2I"""
-    down: Linear
+    down: Linear | Int8Linear
     """I -> H"""
     attention_conv: ConvWeights | None
     mlp_conv: ConvWeights | None
@@ -75,7 +76,7 @@ class DraftWeights:
     """[H]"""
     embedding: torch.Tensor
     """[V, H], the target's raw rows."""
-    head: Linear
+    head: Linear | Int8Linear
     """H -> V, the target's; with draft_tokens only the rows of those."""
     draft_tokens: torch.Tensor | None
     """[draft vocabulary] int64, ascending: the token of each head row; None if the head has all rows in order."""
@@ -84,9 +85,17 @@ class DraftWeights:
 
 
 def load_weights(
-    config: DraftConfig, draft_folder: Path, target_folder: Path, dtype: torch.dtype, device: torch.device
+    config: DraftConfig,
+    draft_folder: Path,
+    target_folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    int8: bool = False,
 ) -> DraftWeights:
-    """Every tensor is checked by name and shape, and none may be left over; StartupError names file and tensor."""
+    """Every tensor is checked by name and shape, and none may be left over; StartupError names file and tensor.
+
+    int8: the blocks' linears and the head multiply in 8-bit integers; what goes into the context stays in dtype."""
+    linear = Int8Linear if int8 else Linear
     folder = CheckpointFolder(draft_folder)
     embedding, head = _target_rows(config, draft_folder, CheckpointFolder(target_folder), dtype, device)
     draft_tokens = _draft_tokens(config, folder)
@@ -114,12 +123,12 @@ def load_weights(
         layers.append(
             LayerWeights(
                 input_norm=read(f"{name}.input_layernorm.weight", hidden),
-                qkv=Linear(torch.cat(weights), torch.cat(biases) if biases else None),
+                qkv=linear(torch.cat(weights), torch.cat(biases) if biases else None),
                 query_key_norm=torch.cat((query_norm.expand(heads, -1), key_norm.expand(kv_heads, -1))),
-                output=Linear(read(f"{name}.self_attn.o_proj.weight", hidden, heads * head_dim), output_bias),
+                output=linear(read(f"{name}.self_attn.o_proj.weight", hidden, heads * head_dim), output_bias),
                 post_attention_norm=read(f"{name}.post_attention_layernorm.weight", hidden),
-                gate_up=Linear(torch.cat((gate, up))),
-                down=Linear(read(f"{name}.mlp.down_proj.weight", hidden, inner)),
+                gate_up=linear(torch.cat((gate, up))),
+                down=linear(read(f"{name}.mlp.down_proj.weight", hidden, inner)),
                 attention_conv=_conv(config, f"{name}.attention_conv", read),
                 mlp_conv=_conv(config, f"{name}.mlp_conv", read),
             )
@@ -136,7 +145,7 @@ def load_weights(
         context_key_norm=torch.stack(key_norms)[:, None],
         norm=norm,
         embedding=embedding,
-        head=Linear(head),
+        head=linear(head),
         draft_tokens=draft_tokens,
         selector=selector,
     )

@@ -8,6 +8,7 @@ import torch
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from tandem.config import DrafterConfig
+from tandem.errors import StartupError
 from tandem.torch_setup import pick_device, set_threads
 
 logger = logging.getLogger(__name__)
@@ -21,7 +22,10 @@ def load_draft_model(draft_folder: Path, target_folder: Path, section: DrafterCo
     set_threads(section.threads)
     device, dtype = pick_device(section.device, "drafter.device"), getattr(torch, section.dtype)
     started = time.perf_counter()
-    model = DraftModel.load(draft_folder, target_folder, dtype, device)
+    int8 = section.quantization == "int8"
+    if int8 and device.type != "cpu":
+        raise StartupError(f"drafter.quantization: int8 is for CPUs, the device is {device.type}")
+    model = DraftModel.load(draft_folder, target_folder, dtype, device, int8)
     loaded = time.perf_counter()
     _warm_up(model)
     logger.info(

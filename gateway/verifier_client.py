@@ -71,7 +71,7 @@ class SpeculationCounts:
         self.drafts += drafted > 0
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
-        self._at_least(max(drafted, accepted))
+        self._at_least(accepted)
         for depth in range(accepted):
             self.accepted_per_position[depth] += 1
 

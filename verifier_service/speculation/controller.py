@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -19,6 +20,8 @@ PROBE_STEPS = 2
 """Steps of one probe: one measurement may be an outlier."""
 _PROBE_PAUSE = 48
 """Steps between probes at least."""
+_MOST_PROBE_CYCLES = 8
+"""Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
 _TURN_ON = 1.015
@@ -31,6 +34,9 @@ _LEARN_DRAFTS = 96
 """Drafts to see before it is decided against drafts."""
 _LEARN_NODES = 3
 """Nodes of each that are verified until then at least: what is not verified teaches nothing."""
+_SETTLED_STEPS = 8
+"""The load that is decided for is the highest of so many steps: a sequence that ended is soon replaced where there
+is a load, and the steps until then tell nothing of others."""
 _SAMPLE = 32
 """Drafts that stand for the next ones at least."""
 
@@ -119,6 +125,7 @@ class SpeculationController:
         """Whose drafters hold what was committed up to the last step."""
         self._memory = DraftMemory(max_nodes)
         self._max_nodes = max_nodes
+        self._loads: deque[DecodeLoad] = deque(maxlen=_SETTLED_STEPS)
         self._reviewed_for: tuple[int, ...] = ()
         self._until_review = 0
         self._review_every = _REVIEW_STEPS
@@ -131,24 +138,34 @@ class SpeculationController:
         """The same for a step with drafts."""
         self._probe: Order | None = None
         self._probe_left = 0
+        self._probe_began: tuple[float, int] | None = None
+        """(busy seconds, steps) when the probe for drafts under way, or just over, began."""
+        self._probe_cost = 0.0
+        """What the last one cost in all, with what had to be sent for it."""
 
     def drafter_changed(self) -> None:
         """A drafter came: how fast it is is not known."""
         self.drafts.forget()
         self._memory.count = 0
+        self._probe_began, self._probe_cost = None, 0.0
         self._turn(True)
         self._until_review = 0
 
     def plan(self, load: DecodeLoad) -> Order:
         """Whether to ask for drafts now, and of how many nodes. Called once per step while auto sequences decode."""
         self._until_review -= 1
+        load = self._settled(load)
         bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed)
         moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
         if self._until_review <= 0 or moved:
             self._review(load, bucket)
         if self._probe_left == 0:
+            self._settle_probe()
             self._probe = self._due_probe(load)
-            self._probe_left = PROBE_STEPS if self._probe else 0
+            if self._probe:
+                self._probe_left = PROBE_STEPS
+                if self._probe.reason is Reason.PROBING_DRAFTS:
+                    self._probe_began = self._busy, self._steps
         if not self._informed:
             # Plain steps among them, which all gains are compared with.
             plain = self._steps % 3 == 2
@@ -171,6 +188,22 @@ class SpeculationController:
             logger.debug("%s", self._explain(order, load))
             self.order = order
         return order
+
+    def _settle_probe(self) -> None:
+        """What a probe for drafts cost is known when its last step is over."""
+        if self._probe_began is None:
+            return
+        busy, steps = self._busy - self._probe_began[0], self._steps - self._probe_began[1]
+        look = self.outlook
+        gained = PROBE_STEPS * (look.tokens - 1) if self._probe and self._probe.asked is Asked.ALL else 0.0
+        most = _MOST_PROBE_CYCLES * (look.draft_seconds + look.step_seconds)
+        self._probe_cost = min(most, max(0.0, busy - (steps + gained) * look.plain_seconds))
+        self._probe_began = None
+
+    def _settled(self, load: DecodeLoad) -> DecodeLoad:
+        self._loads.append(load)
+        asking, decoding = (max(getattr(past, name) for past in self._loads) for name in ("asking", "decoding"))
+        return replace(load, asking=asking, decoding=decoding)
 
     def budget(self, paths: Paths, tokens: float, rows: int, sequences: int, context_tokens: float) -> Choice:
         """How many nodes of each of these drafts to verify in a step that has `rows` rows, `sequences` sequences and
@@ -291,12 +324,12 @@ class SpeculationController:
             return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if cost <= allowed else None
         if look.optimistic_gain > _TURN_ON:
             lost = max(_LEAST_LOSS, 1 - look.gain)
-            cost = PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost
+            cost = max(self._probe_cost, PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost)
             return Order(Asked.ALL, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
         n = load.decoding
         longer = self.steps.predict_up_to(n, look.nodes, n, n * load.context)
         waited = self.drafts.predict(1, look.nodes, self.steps.drift)
-        cost = PROBE_STEPS * (waited + float(longer[-1] - longer[0]))
+        cost = max(self._probe_cost, PROBE_STEPS * (waited + float(longer[-1] - longer[0])))
         return Order(Asked.ONE, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
 
     def _explain(self, order: Order, load: DecodeLoad) -> str:

@@ -11,6 +11,7 @@ from tandem.speculation import SequenceDraft, SpeculationMode
 from tests.fakes.fake_target import BLOCK_SIZE, VOCAB, Bench, FakeDrafter, continuation
 from verifier_service.drafting import DraftReply
 from verifier_service.sequence import FinishReason
+from verifier_service.speculation.controller import PROBE_STEPS, Reason
 
 
 @pytest.fixture
@@ -396,5 +397,37 @@ def test_a_choice_is_counted_and_shown() -> None:
     present = bench.engine.load().speculation
     assert present.reason == "learning"
     assert present.calibration
+    drafter.leave()
+    bench.close()
+
+
+@pytest.mark.slow
+def test_auto_turns_off_when_the_drafter_slows_down_and_on_when_it_is_quick_again() -> None:
+    """A drafter 50 ms slower per draft costs more than its drafts bring: no more are asked for, probes apart. Quick
+    again, a probe finds out, and drafts are asked for again."""
+    bench = Bench(blocks=2049, block_tokens=8, overlap=False)
+    drafter = FakeDrafter(bench.engine)
+    bench.runner.delay = 0.01
+    answer = bench.submit([1, 2, 3], 16_000, speculation_mode=SpeculationMode.AUTO)
+
+    def wait_until(mode: SpeculationMode, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while bench.engine.load().speculation.mode is not mode or bench.controller.order.reason is Reason.LEARNING:
+            assert time.monotonic() < deadline, f"not {mode.value} within {seconds}s"
+            assert not answer.done.is_set(), "the answer ended before"
+            time.sleep(0.01)
+
+    wait_until(SpeculationMode.TREE, 10)
+    drafter.delay = 0.05
+    wait_until(SpeculationMode.OFF, 15)
+    before, steps = bench.metric("tandem_draft_round_trip_seconds_count"), len(bench.runner.steps)
+    time.sleep(1.0)
+    assert bench.metric("tandem_draft_round_trip_seconds_count") - before <= 2 * PROBE_STEPS
+    assert len(bench.runner.steps) - steps > 50
+    drafter.delay = 0.0
+    wait_until(SpeculationMode.TREE, 60)
+    bench.engine.abort("r1")
+    answer.wait()
+    assert answer.tokens == continuation([1, 2, 3], len(answer.tokens))
     drafter.leave()
     bench.close()
