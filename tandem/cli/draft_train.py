@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def draft_train(
     config: Annotated[Path, typer.Option(help="The run's YAML file.")],
     minutes: Annotated[
-        float | None, typer.Option(min=0.5, help="Stop after so long, with everything saved and exported.")
+        float | None, typer.Option(min=0.5, help="Stop training after so long; saving, export and card come on top.")
     ] = None,
     data_only: Annotated[bool, typer.Option("--data-only", help="Write data and stop.")] = False,
     skip_data: Annotated[bool, typer.Option("--skip-data", help="Train on the data that is there.")] = False,
