@@ -14,7 +14,6 @@ from tandem.draft_tree import (
     best_chain,
     build_tree,
     sample_chain,
-    seeds_chain,
     walk,
 )
 
@@ -181,18 +180,22 @@ def test_scores_that_do_not_depend_on_the_parent_give_the_plain_tree(candidates:
     assert build_tree(Candidates(candidates.tokens, repeated), max_nodes) == plain
 
 
-def test_small_trees_begin_with_the_chain() -> None:
-    """Below twice the depth a tree holds the whole chain, and at the depth and below it is that chain; from there on
-    it is best first, whatever that leaves out."""
+@given(candidate_sets(), st.integers(1, 40))
+def test_the_chain_comes_first_only_where_it_costs_little(candidates: Candidates, max_nodes: int) -> None:
+    """Near the block's own size, and if the draft model expects at most 5 % less of such a tree; best first else."""
+    best, chained = (build_tree(candidates, max_nodes, seeded=seeded) for seeded in (False, True))
+    near = len(candidates.tokens) <= max_nodes < 2 * len(candidates.tokens)
+    expected, kept = (sum(map(math.exp, draft.path_log_probs())) for draft in (best, chained))
+    assert build_tree(candidates, max_nodes) == (chained if near and kept >= 0.95 * expected else best)
+
+
+def test_a_flat_draft_is_not_seeded_and_a_sure_one_is() -> None:
+    """A draft model that is unsure gets breadth; one that is nearly sure keeps its block in a tree of that size."""
     flat = Candidates([[1, 2, 3]] * 4, [[normed([0.1, 0.0, 0.0])]] * 4)
-    chain = Draft.block([1] * 4, [flat.log_probs[0][0][0]] * 4)
-    for nodes in range(1, 12):
-        tree = build_tree(flat, nodes)
-        assert seeds_chain(nodes, 4) == (nodes < 8)
-        assert tree == build_tree(flat, nodes, seeded=nodes < 8)
-        if nodes < 8:
-            assert tree.truncated(4) == chain.truncated(nodes)
-    assert sorted(set(build_tree(flat, 8).depths)) == [1, 2]
+    assert sorted(set(build_tree(flat, 6).depths)) == [1, 2]
+    sure = Candidates([[1, 2]] * 4, [[[math.log(0.97), math.log(0.03)]]] * 3 + [[[math.log(0.02), math.log(0.015)]]])
+    assert sorted(set(build_tree(sure, 4, seeded=False).depths)) == [1, 2, 3]
+    assert build_tree(sure, 4).is_chain
 
 
 def test_of_equals_the_first_listed_comes_first() -> None:
