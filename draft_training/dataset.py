@@ -47,11 +47,6 @@ class Dataset:
         names = [path.name.removesuffix(SUFFIX) for path in shard_files(folder)]
         return [name for name in names if (folder / f"{name}{TAPS_SUFFIX}").is_file()]
 
-    @property
-    def answer_tokens(self) -> int:
-        """Of all conversations."""
-        return sum(item.conversation.answer_tokens for item in self.items)
-
     def tap_scale(self) -> torch.Tensor:
         """[taps]: what brings each tap to unit mean square, over a sample of answers' tokens."""
         sample = self.items[:: max(1, len(self.items) // 64)]

@@ -39,6 +39,20 @@ class BlockOutput:
     """[C, A, B - 1, head rows] fp32."""
 
 
+@dataclass(frozen=True)
+class _View:
+    """What all layers attend by."""
+
+    context: torch.Tensor
+    """[C, N, hidden_size]: features."""
+    context_rope: torch.Tensor
+    """[N, 2, 1, head_dim]"""
+    block_rope: torch.Tensor
+    """[C, A, B, 2, 1, head_dim]"""
+    seen: torch.Tensor
+    """[C, A, N] bool: the context before each anchor."""
+
+
 class DraftNetwork(nn.Module):
     """state_dict() holds the published tensors; embedding and head belong to the target and are not trained."""
 
@@ -73,16 +87,19 @@ class DraftNetwork(nn.Module):
         conversations, anchors, block = batch.tokens.shape
         scaled = (batch.taps * self.tap_scale[:, None]).flatten(2)
         context = self.hidden_norm(self.fc(scaled))
-        context_rope = self.rope[: context.shape[1], :, None]
         positions = batch.positions[:, :, None] + torch.arange(block, device=batch.positions.device)
-        block_rope = self.rope[positions][:, :, :, :, None]
-        seen = torch.arange(context.shape[1], device=context.device) < batch.positions[:, :, None]
+        view = _View(
+            context=context,
+            context_rope=self.rope[: context.shape[1], :, None],
+            block_rope=self.rope[positions][:, :, :, :, None],
+            seen=torch.arange(context.shape[1], device=context.device) < batch.positions[:, :, None],
+        )
 
         x = self.embedding[config.mask_token_id].expand(conversations, anchors, block, -1).clone()
         x[:, :, 0] = self.embedding[batch.tokens[:, :, 0]]
         x = x * config.input_embedding_scale
         for layer in self.layers:
-            x = layer(x, context, context_rope, block_rope, seen)
+            x = layer(x, view)
         hidden = self.norm(x[:, :, 1:])
         logits = F.linear(hidden, self.head).float() * config.output_multiplier
         if config.final_logit_softcapping is not None:
@@ -119,19 +136,13 @@ class _Attention(nn.Module):
         self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor,
-        context_rope: torch.Tensor,
-        block_rope: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, view: _View) -> torch.Tensor:
         conversations, anchors, block, _ = x.shape
-        q = self._heads(self.q_proj(x), self.q_norm, block_rope)
-        k = self._heads(self.k_proj(x), self.k_norm, block_rope)
+        context = view.context
+        q = self._heads(self.q_proj(x), self.q_norm, view.block_rope)
+        k = self._heads(self.k_proj(x), self.k_norm, view.block_rope)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        context_k = self._heads(self.k_proj(context), self.k_norm, context_rope)
+        context_k = self._heads(self.k_proj(context), self.k_norm, view.context_rope)
         context_v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
         # [C, kv heads, groups, A, B, D]; keys of the context [C, kv heads, N, D], of a block [C, kv heads, A, B, D].
         q = q.unflatten(3, (self.kv_heads, -1)).permute(0, 3, 4, 1, 2, 5) * self.head_dim**-0.5
@@ -139,7 +150,7 @@ class _Attention(nn.Module):
         k, v = (t.permute(0, 3, 1, 2, 4) for t in (k, v))
         context_k, context_v = (t.permute(0, 2, 1, 3) for t in (context_k, context_v))
         far = q.reshape(conversations, self.kv_heads, -1, self.head_dim) @ context_k.transpose(-1, -2)
-        far = far.view(*q.shape[:5], -1).masked_fill(~seen[:, None, None, :, None], -torch.inf)
+        far = far.view(*q.shape[:5], -1).masked_fill(~view.seen[:, None, None, :, None], -torch.inf)
         near = q @ k[:, :, None].transpose(-1, -2)
         weights = torch.cat((far, near), dim=-1).softmax(dim=-1)
         far, near = weights[..., :-block], weights[..., -block:]
@@ -177,20 +188,13 @@ class _Layer(nn.Module):
             self.attention_conv = _Conv(config, config.dflash2)
             self.mlp_conv = _Conv(config, config.dflash2)
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        context: torch.Tensor,
-        context_rope: torch.Tensor,
-        block_rope: torch.Tensor,
-        seen: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, view: _View) -> torch.Tensor:
         normed = self.input_layernorm(x)
         if not self.has_convs:
-            x = x + self.self_attn(normed, context, context_rope, block_rope, seen)
+            x = x + self.self_attn(normed, view)
             return x + self.mlp(self.post_attention_layernorm(x))
         kernels = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv(normed, kernels, 0), context, context_rope, block_rope, seen)
+        attended = self.self_attn(self.attention_conv(normed, kernels, 0), view)
         x = x + self.attention_conv(attended, kernels, 1)
         normed = self.post_attention_layernorm(x)
         kernels = self.mlp_conv.kernels(normed)

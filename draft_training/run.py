@@ -1,6 +1,5 @@
 """A training run from nothing to a draft model: data, held-out answers, training, export, card."""
 
-import logging
 import signal
 import subprocess
 import sys
@@ -26,14 +25,11 @@ from draft_training.trainer import Trainer
 from draft_training.write_data import import_seed_shards
 from gateway.tokenizer import TargetTokenizer
 from tandem.bench.machine import machine_line
-from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device, set_threads
-from verifier_service.app import eos_token_ids
 from verifier_service.models.llama import LlamaConfig, LlamaModel
-
-logger = logging.getLogger(__name__)
 
 CARD_TREES = (8, 16, 32, 64)
 _DATA_SHARE = 0.4

@@ -24,11 +24,10 @@ from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapWriter
 from draft_training.writer import ConversationWriter, ShardSink
 from gateway.tokenizer import TargetTokenizer
-from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
 from tandem.errors import StartupError
 from tandem.logs import setup_logging
 from tandem.torch_setup import pick_device
-from verifier_service.app import eos_token_ids
 from verifier_service.models.llama import LlamaModel
 
 logger = logging.getLogger("draft_training")

@@ -1,6 +1,5 @@
 """Writes training data: the target answers prompts, many at once, and its hidden states are kept as they pass by."""
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,6 @@ from draft_training.prompts import Prompt
 from draft_training.slot_decoder import Prefix, SlotDecoder
 from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapWriter
-
-logger = logging.getLogger(__name__)
 
 _LOOP_TOKENS = 96
 _LOOP_CHECK = 16
@@ -94,11 +91,9 @@ class ConversationWriter:
         self._generator = torch.Generator(decoder.device).manual_seed(seed)
 
     @torch.inference_mode()
-    def run(self, stop: Callable[[], bool]) -> int:
-        """Write until stop() or until prompts run out; returns the answer tokens finished. Conversations that are under
-        way when it stops are lost."""
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Write until stop() or until prompts run out. Conversations that are under way when it stops are lost."""
         slots = [self._begin(index) for index in range(self._config.slots)]
-        finished = 0
         while any(slots) and not stop():
             tokens = [slot.tokens[slot.fed] if slot else 0 for slot in slots]
             positions = [slot.fed if slot else 0 for slot in slots]
@@ -114,10 +109,9 @@ class ConversationWriter:
                 done = self._take(slot, chosen[index])
                 if done is not None:
                     if done:
-                        finished += self._keep(index, slot)
+                        self._keep(index, slot)
                     slots[index] = self._begin(index)
         self._sink.flush()
-        return finished
 
     def _begin(self, index: int) -> _Slot | None:
         prompt = next(self._prompts, None)
@@ -178,11 +172,10 @@ class ConversationWriter:
             return True
         return None
 
-    def _keep(self, index: int, slot: _Slot) -> int:
+    def _keep(self, index: int, slot: _Slot) -> None:
         assert slot.answer_start is not None
         conversation = Conversation(slot.tokens, slot.answer_start, slot.prompt.greedy, slot.prompt.kind)
         self._sink.add(conversation, self._taps[index, : len(slot.tokens) - 1])
-        return conversation.answer_tokens
 
 
 def _loops(tokens: list[int], answered: int) -> bool:

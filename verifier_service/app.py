@@ -6,13 +6,12 @@ import logging
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import grpc
 import torch
 from prometheus_client import CollectorRegistry
 
-from tandem.checkpoints.folder import CheckpointFolder, fingerprint, read_json
+from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids, fingerprint
 from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
@@ -165,16 +164,6 @@ def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> 
     points = ", ".join(f"{r}: {s * 1e3:.1f}" for r, s in zip(curve.rows, curve.seconds, strict=True))
     logger.info("measured steps in %.1fs; ms by rows: %s", time.perf_counter() - started, points)
     return curve
-
-
-def eos_token_ids(target: Path) -> list[int]:
-    """End-of-sequence ids: config.json's united with generation_config.json's."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (target / name).is_file():
-            value = read_json(target / name).get("eos_token_id")
-            found |= set(value if isinstance(value, list) else [] if value is None else [value])
-    return sorted(found)
 
 
 async def _drain(engine: Engine, seconds: float) -> None:

@@ -94,3 +94,13 @@ def fingerprint(folder: Path) -> str:
             handle.seek(max(0, size - mib))
             digest.update(handle.read(mib))
     return digest.hexdigest()[:32]
+
+
+def eos_token_ids(target: Path) -> list[int]:
+    """End-of-sequence ids: config.json's united with generation_config.json's."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (target / name).is_file():
+            value = read_json(target / name).get("eos_token_id")
+            found |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return sorted(found)
