@@ -112,19 +112,12 @@ def tree_around(right: list[int], nodes: int) -> Draft:
 
 
 @dataclass
-class FakeDrafter:
-    """Drafts from the features it was sent. `edit` turns the right tokens into what it proposes; a tree holds others
-    beside them."""
+class ThreadedDrafter:
+    """A drafter in a thread of this process: answer() is given every round."""
 
     engine: Engine
-    edit: Callable[[list[int]], list[int]] = lambda right: right
-    name: str = "fake"
-    answers: bool = True
-    delay: float = 0.0
-    """Seconds per draft."""
-    held: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    rounds: "queue.Queue[Round | None]" = field(default_factory=queue.Queue)
+    name: str = field(default="fake", kw_only=True)
+    rounds: "queue.Queue[Round | None]" = field(default_factory=queue.Queue, kw_only=True)
 
     def __post_init__(self) -> None:
         self.drafter = Drafter(self.name, self.rounds.put)
@@ -139,22 +132,42 @@ class FakeDrafter:
 
     def _serve(self) -> None:
         while (work := self.rounds.get()) is not None:
-            self._take(work)
-            drafts = []
-            for request in work.requests:
-                epoch, context = self.held.get(request.sequence_id, (-1, []))
-                if epoch != request.epoch or len(context) != request.base_position:
-                    self.engine.report_gap(self.drafter, request.sequence_id, request.epoch, len(context))
-                    continue
-                right = continuation([*context, request.anchor], request.max_nodes)
-                if request.shape is DraftShape.TREE and request.max_nodes > 1:
-                    draft = tree_around(self.edit(right), request.max_nodes)
-                else:
-                    draft = Draft.block(self.edit(right), [0.0] * request.max_nodes)
-                time.sleep(self.delay)
-                drafts.append(SequenceDraft(request.sequence_id, request.epoch, request.base_position, draft))
-            if drafts and self.answers:
+            drafts = self.answer(work)
+            if drafts:
                 self.engine.deliver(self.drafter, DraftReply(drafts, 0))
+
+    def answer(self, work: Round) -> list[SequenceDraft]:
+        raise NotImplementedError
+
+
+@dataclass
+class FakeDrafter(ThreadedDrafter):
+    """Drafts from the features it was sent. `edit` turns the right tokens into what it proposes; a tree holds others
+    beside them."""
+
+    edit: Callable[[list[int]], list[int]] = lambda right: right
+    answers: bool = True
+    delay: float = 0.0
+    """Seconds per draft."""
+    held: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def answer(self, work: Round) -> list[SequenceDraft]:
+        self._take(work)
+        drafts = []
+        for request in work.requests:
+            epoch, context = self.held.get(request.sequence_id, (-1, []))
+            if epoch != request.epoch or len(context) != request.base_position:
+                self.engine.report_gap(self.drafter, request.sequence_id, request.epoch, len(context))
+                continue
+            right = continuation([*context, request.anchor], request.max_nodes)
+            if request.shape is DraftShape.TREE and request.max_nodes > 1:
+                draft = tree_around(self.edit(right), request.max_nodes)
+            else:
+                draft = Draft.block(self.edit(right), [0.0] * request.max_nodes)
+            time.sleep(self.delay)
+            drafts.append(SequenceDraft(request.sequence_id, request.epoch, request.base_position, draft))
+        return drafts if self.answers else []
 
     def _take(self, work: Round) -> None:
         for context in work.contexts:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from tandem.rpc import check_health
 from tandem.v1 import speculation_pb2 as pb
 from tests.fakes.draft_folders import HIDDEN, draft_config, draft_tensors, write_draft, write_target
 from tests.fakes.fake_speculation import FakeSpeculation
+from tests.fakes.ports import free_ports
 
 pytestmark = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
@@ -270,9 +270,7 @@ async def test_leaves_in_order(linked: Linked, fake: FakeSpeculation) -> None:
 
 @pytest.fixture
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def start_process(folder: Path, yaml: str) -> subprocess.Popen[str]:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
@@ -16,14 +15,9 @@ from tandem.client import AsyncClient, GenerationError
 from tandem.rpc import check_health
 from tests.fakes import tokenizers
 from tests.fakes.fake_verifier import FakeVerifier
+from tests.fakes.ports import free_ports
 
 SERVICE = "tandem.v1.GenerationService"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_config(folder: Path, **section: object) -> Path:
@@ -64,7 +58,7 @@ async def until(address: str, service: str, status: str) -> None:
 
 async def test_it_serves_measures_and_ends_at_sigterm(tmp_path: Path) -> None:
     """A generation in flight gets its grace, the process exits 0, and its metrics count what it did."""
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     async with fake_verifier() as verifier:
         config = write_config(
@@ -153,7 +147,7 @@ asyncio.run(main())
 
 async def test_a_stream_survives_sigkill_of_the_verifiers_process(tmp_path: Path) -> None:
     """The kernel resets the connection; the generation goes on at the next process, with the same ids."""
-    port, verifier_port = free_port(), free_port()
+    port, verifier_port = free_ports(2)
     address, verifier_address = f"127.0.0.1:{port}", f"127.0.0.1:{verifier_port}"
     config = write_config(tmp_path, listen=address, verifier=verifier_address)
     fake = ("-c", FAKE_PROCESS, str(verifier_port))

@@ -1,7 +1,6 @@
 """Speculation without a draft model: a verifier and n-gram drafters, as processes and over real gRPC."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,16 @@ import grpc
 import pytest
 import pytest_asyncio
 import yaml
-from prometheus_client import CollectorRegistry
 
 from tandem.cli.parts import parts_of
 from tandem.cli.stack import Stack
 from tandem.client import AsyncClient, Message
 from tandem.config import StackConfig, load_config
-from tandem.rpc import channel_options, field_violations, server_options
+from tandem.rpc import field_violations
 from tandem.v1 import generation_pb2, speculation_pb2, speculation_pb2_grpc, verification_pb2, verification_pb2_grpc
+from tests.fakes.ports import free_ports
+from tests.fakes.served_verifier import served_verifier
 from tests.fakes.tiny_models import VOCAB, constant_draft, map_target
-from verifier_service.app import build
-from verifier_service.servicer import VerifierServicer
-from verifier_service.speculation_servicer import SpeculationServicer
 
 ROOT = Path(__file__).parents[2]
 PERIOD = 12
@@ -40,16 +37,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     map_target(folder / "target", SUCCESSOR, scale=0.05)
     constant_draft(folder / "draft", mask_token=3)
     return folder
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @contextmanager
@@ -188,20 +175,8 @@ async def verifier(models: Path) -> AsyncIterator[Verifier]:
             "drafter": {"draft_source": "ngram"},
         }
     )
-    engine, info, speculation = build(config, CollectorRegistry())
-    server = grpc.aio.server(options=server_options())
-    verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
-    speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    running = asyncio.create_task(asyncio.to_thread(engine.run))
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
-            yield Verifier(channel)
-    finally:
-        await server.stop(None)
-        engine.stop()
-        await running
+    async with served_verifier(config) as served:
+        yield Verifier(served.channel)
 
 
 async def registered(verifier: Verifier, **changes: Any) -> Any:

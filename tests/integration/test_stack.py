@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from tandem.client import AsyncClient, Final, Message
 from tandem.config import load_config
 from tandem.prompts import Prompt, mixed_prompts
 from tandem.v1 import verification_pb2, verification_pb2_grpc
+from tests.fakes.ports import free_ports
 
 pytestmark = [
     pytest.mark.model,
@@ -30,16 +30,6 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 @dataclass

@@ -9,16 +9,14 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
-from prometheus_client import CollectorRegistry
 
 from tandem.config import StackConfig
-from tandem.rpc import INTERNAL_MESSAGE_BYTES, channel_options, field_violations, server_options
+from tandem.rpc import INTERNAL_MESSAGE_BYTES, field_violations
 from tandem.v1 import generation_pb2, speculation_pb2, speculation_pb2_grpc, verification_pb2, verification_pb2_grpc
+from tests.fakes.served_verifier import served_verifier
 from tests.fakes.tiny_models import VOCAB, constant_draft, map_target
-from verifier_service.app import build
 from verifier_service.engine import Engine
-from verifier_service.servicer import VerifierServicer
-from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
+from verifier_service.speculation_servicer import SpeculationInfo
 
 LOOP = 7
 """The token whose successor is itself; the draft model proposes it everywhere."""
@@ -71,28 +69,15 @@ async def service(folders: tuple[Path, Path]) -> AsyncIterator[Service]:
             },
         }
     )
-    engine, info, speculation = build(config, CollectorRegistry())
-    assert speculation
-    server = grpc.aio.server(options=server_options())
-    verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
-    speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    running = asyncio.create_task(asyncio.to_thread(engine.run))
-    await server.start()
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel_options()) as channel:
-            service = Service(
-                engine,
-                speculation,
-                verification_pb2_grpc.VerifierServiceStub(channel),  # type: ignore[arg-type]
-                speculation_pb2_grpc.SpeculationServiceStub(channel),  # type: ignore[arg-type]
-            )
-            yield service
-            await service.until(lambda load: load.running_sequences + load.kv_blocks_used == 0)
-    finally:
-        await server.stop(None)
-        engine.stop()
-        await running
+    async with served_verifier(config) as served:
+        service = Service(
+            served.engine,
+            served.speculation,
+            verification_pb2_grpc.VerifierServiceStub(served.channel),  # type: ignore[arg-type]
+            speculation_pb2_grpc.SpeculationServiceStub(served.channel),  # type: ignore[arg-type]
+        )
+        yield service
+        await service.until(lambda load: load.running_sequences + load.kv_blocks_used == 0)
 
 
 def request(**changes: object) -> Request:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,18 +14,13 @@ import pytest
 from tandem.cli import stack as stack_module
 from tandem.cli.parts import Part
 from tandem.cli.stack import Stack, StackFailed
+from tests.fakes.ports import free_ports
 
 FAKE = Path(__file__).parents[2] / "fakes" / "fake_part.py"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def fake_part(name: str, *options: str, essential: bool = True, grace: float = 10.0) -> Part:
-    port = free_port()
+    (port,) = free_ports(1)
     command = (sys.executable, str(FAKE), "--port", str(port), *options)
     return Part(name, command, f"127.0.0.1:{port}", ("fake",), grace, essential)
 

@@ -1,8 +1,6 @@
 """The engine over the real model runner: random trees, little room and sampling change nothing that is emitted."""
 
-import queue
 import random
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,13 +8,10 @@ import pytest
 
 from tandem.sampling import SamplingParams
 from tandem.speculation import DraftShape, Round, SequenceDraft, SpeculationMode
-from tests.fakes.fake_target import MAX_DRAFT_NODES, Answer, Bench
+from tests.fakes.fake_target import MAX_DRAFT_NODES, Answer, Bench, ThreadedDrafter
 from tests.fakes.tiny_models import VOCAB, random_target
 from tests.fakes.trees import tree_around
 from tests.unit.verifier.steps import BLOCK_TOKENS, make_runner
-from verifier_service.drafters import Drafter
-from verifier_service.drafting import DraftReply
-from verifier_service.engine import Engine
 from verifier_service.model_runner import ModelRunner
 from verifier_service.sequence import SequenceRequest
 from verifier_service.step import Segment, StepResult
@@ -26,36 +21,21 @@ TOKENS = 30
 
 
 @dataclass
-class TreeDrafter:
+class TreeDrafter(ThreadedDrafter):
     """Sends random trees with paths along the right texts. Sequences are known by their anchors and positions."""
 
-    engine: Engine
     texts: list[list[int]]
-    rounds: "queue.Queue[Round | None]" = field(default_factory=queue.Queue)
+    rng: random.Random = field(default_factory=lambda: random.Random(5))
 
-    def __post_init__(self) -> None:
-        self.drafter = Drafter("trees", self.rounds.put)
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
-        self.engine.attach(self.drafter)
-
-    def leave(self) -> None:
-        self.engine.detach(self.drafter)
-        self.rounds.put(None)
-        self.thread.join()
-
-    def _serve(self) -> None:
-        rng = random.Random(5)
-        while (work := self.rounds.get()) is not None:
-            drafts = []
-            for r in work.requests:
-                assert r.shape is DraftShape.TREE
-                known = (t for t in self.texts if t[r.base_position : r.base_position + 1] == [r.anchor])
-                truth = next(known)[r.base_position + 1 :]
-                draft = tree_around(truth, r.max_nodes, VOCAB, rng)
-                drafts.append(SequenceDraft(r.sequence_id, r.epoch, r.base_position, draft))
-            if drafts:
-                self.engine.deliver(self.drafter, DraftReply(drafts, 0))
+    def answer(self, work: Round) -> list[SequenceDraft]:
+        drafts = []
+        for r in work.requests:
+            assert r.shape is DraftShape.TREE
+            known = (t for t in self.texts if t[r.base_position : r.base_position + 1] == [r.anchor])
+            truth = next(known)[r.base_position + 1 :]
+            draft = tree_around(truth, r.max_nodes, VOCAB, self.rng)
+            drafts.append(SequenceDraft(r.sequence_id, r.epoch, r.base_position, draft))
+        return drafts
 
 
 def audited(bench: Bench, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
