@@ -12,3 +12,8 @@ def free_ports(count: int) -> list[int]:
     for s in sockets:
         s.close()
     return ports
+
+
+def free_port() -> int:
+    """One such port."""
+    return free_ports(1)[0]

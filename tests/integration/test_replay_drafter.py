@@ -10,7 +10,7 @@ from tandem.cli.parts import DRAFTER, Part
 from tandem.cli.stack import Stack
 from tandem.v1 import speculation_pb2 as pb
 from tests.fakes.fake_speculation import FakeSpeculation
-from tests.unit.cli.test_stack import free_port
+from tests.fakes.ports import free_port
 
 
 async def test_it_registers_for_token_ids_drafts_the_recorded_answer_and_ends_on_sigterm(tmp_path: Path) -> None:

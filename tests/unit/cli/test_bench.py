@@ -20,7 +20,8 @@ from tandem.client import SpeculationMode
 from tandem.prompts import load_prompts
 from tandem.v1 import generation_pb2 as pb
 from tests.fakes.fake_gateway import SERVICE, FakeGateway
-from tests.unit.cli.test_stack import FAKE, free_port
+from tests.fakes.ports import free_port
+from tests.unit.cli.test_stack import FAKE
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ import pytest
 from tandem.cli import stack as stack_module
 from tandem.cli.parts import Part
 from tandem.cli.stack import Stack, StackFailed
-from tests.fakes.ports import free_ports
+from tests.fakes.ports import free_port
 
 FAKE = Path(__file__).parents[2] / "fakes" / "fake_part.py"
 
 
 def fake_part(name: str, *options: str, essential: bool = True, grace: float = 10.0) -> Part:
-    (port,) = free_ports(1)
+    port = free_port()
     command = (sys.executable, str(FAKE), "--port", str(port), *options)
     return Part(name, command, f"127.0.0.1:{port}", ("fake",), grace, essential)
 

@@ -16,7 +16,7 @@ from tandem.cli.parts import check_ports_free, dialable, parts_of
 from tandem.config import StackConfig, load_config
 from tandem.errors import StartupError
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
-from tests.unit.cli.test_stack import free_port
+from tests.fakes.ports import free_port
 
 
 class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
