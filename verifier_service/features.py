@@ -46,16 +46,41 @@ class FeatureProjection:
 
 
 class FeaturePool:
-    """Features by KV slot."""
+    """Features by KV slot. Without a projection it keeps nothing.
 
-    def __init__(self, slots: int, hidden: int, dtype: torch.dtype, device: torch.device):
+    Taps wait for their projection until they are many or a drafter is to be sent some: while nobody reads them, as when
+    speculation is off, one matrix product per MAX_WAITING rows takes the place of one per step.
+    """
+
+    MAX_WAITING = 64
+
+    def __init__(self, slots: int, projection: FeatureProjection | None, dtype: torch.dtype, device: torch.device):
+        self._projection = projection
+        hidden = projection.config.hidden_size if projection else 0
         self._pool = torch.zeros(slots, hidden, dtype=dtype, device=device)
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._rows = 0
 
-    def write(self, slots: torch.Tensor, features: torch.Tensor) -> None:
-        """slots [rows] int64, features [rows, hidden]."""
-        self._pool.index_copy_(0, slots, features)
+    def write(self, slots: torch.Tensor, taps: torch.Tensor) -> None:
+        """slots [rows] int64, taps [rows, taps * target hidden]."""
+        self._waiting.append((slots, taps))
+        self._rows += len(slots)
+        if self._rows >= self.MAX_WAITING:
+            self._project()
 
     def read(self, slots: torch.Tensor) -> bytes:
         """The rows' bytes, little-endian, row-major."""
+        self._project()
         rows = self._pool.index_select(0, slots).cpu()
         return rows.view(torch.uint8).numpy().tobytes()
+
+    def _project(self) -> None:
+        if not self._waiting:
+            return
+        assert self._projection
+        slots, taps = zip(*self._waiting, strict=True)
+        features = self._projection(torch.cat(taps))
+        # Step by step: a slot that was given to another sequence meanwhile keeps what was written to it last.
+        for where, rows in zip(slots, features.split([len(s) for s in slots]), strict=True):
+            self._pool.index_copy_(0, where, rows)
+        self._waiting, self._rows = [], 0

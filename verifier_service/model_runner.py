@@ -37,23 +37,21 @@ class ModelRunner:
         device: torch.device,
     ):
         self._model = model
-        self._features = features
+        self._tap_layers = features.config.target_layer_ids if features else ()
         self._block_tokens = block_tokens
         self._device = device
         self._min_rows = MIN_ROWS[model.dtype]
         shape = model.kv_shape(kv_blocks, block_tokens)
         self._kv = torch.zeros(model.config.layers, *shape, dtype=model.dtype, device=device)
-        hidden = features.config.hidden_size if features else 0
-        self._feature_pool = FeaturePool(kv_blocks * block_tokens, hidden, model.dtype, device)
+        self._feature_pool = FeaturePool(kv_blocks * block_tokens, features, model.dtype, device)
 
     @torch.inference_mode()
     def run(self, segments: list[Segment]) -> StepResult:
         """One target forward over all rows of all segments, and what it decides."""
         started = time.perf_counter()
         batch = self._batch(segments)
-        tap_layers = self._features.config.target_layer_ids if self._features else ()
-        tapped = bool(tap_layers) and any(s.sequence.request.speculates for s in segments)
-        hidden, taps = self._model.forward(batch, list(self._kv), tap_layers if tapped else ())
+        tapped = bool(self._tap_layers) and any(s.sequence.request.speculates for s in segments)
+        hidden, taps = self._model.forward(batch, list(self._kv), self._tap_layers if tapped else ())
         logits = self._logits(segments, hidden)
         forward_seconds = time.perf_counter() - started
 
@@ -151,7 +149,6 @@ class ModelRunner:
     def _keep_features(
         self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: list[torch.Tensor]
     ) -> None:
-        assert self._features
         rows: list[int] = []
         kept: list[int] = []
         first_row = 0
@@ -162,7 +159,7 @@ class ModelRunner:
             first_row += segment.rows
         index = torch.tensor(rows).to(self._device)
         picked = torch.cat([tap.index_select(0, index) for tap in taps], dim=-1)
-        self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), self._features(picked))
+        self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), picked)
 
 
 def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:

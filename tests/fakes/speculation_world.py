@@ -147,6 +147,8 @@ class Drive:
     steps: int = 0
     slower: float = 0.0
     """Added to every round of drafts, seconds."""
+    sampled: bool = False
+    """Whether the sequences sample."""
     chosen: list[tuple[Asked, int, int]] = field(default_factory=list)
     """Per step: whom it asked, nodes asked for, nodes verified in all."""
 
@@ -160,16 +162,16 @@ class Drive:
         return tokens / seconds
 
     def step(self, n: int) -> tuple[float, float]:
-        world, controller, rng = self.world, self.controller, self.world.random
+        world, controller, rng, sampled = self.world, self.controller, self.world.random, self.sampled
         self.steps += 1
         speed = 1 + world.drift * math.sin(self.steps / 300)
-        order = controller.plan(DecodeLoad(n, n, 300.0))
+        order = controller.plan(DecodeLoad(n, n, 300.0, sampled=n if sampled else 0))
         asked = {Asked.NONE: 0, Asked.ONE: 1, Asked.ALL: n}[order.asked] if order.nodes else 0
         rows, waited, nodes = n, 0.0, np.zeros(0, dtype=int)
         if asked:
             waited = world.draft_seconds(asked, order.nodes) + self.slower
             picked = [rng.randrange(len(world.drafts)) for _ in range(asked)]
-            paths = Paths.of([world.drafts[i].truncated(order.nodes) for i in picked])
+            paths = Paths.of([world.drafts[i].truncated(order.nodes) for i in picked], [sampled] * asked)
             controller.observe_wait(asked, order.nodes, waited * speed * self._noise(), True)
             controller.observe_drafts(paths, np.full(asked, order.nodes), np.ones(asked, dtype=bool))
             nodes = controller.budget(paths, n, n, n, n * 300.0).nodes[0]
@@ -182,7 +184,10 @@ class Drive:
             emitted += sum(world.expected(i, k) for i, k in zip(picked, nodes, strict=True))
             inside = np.arange(paths.cells.shape[1]) < nodes[:, None]
             verified = paths.probabilities[inside], paths.cells[inside]
-            controller.calibration.observe(*verified, np.concatenate(taken), int((nodes > 0).sum()))
+            drafted = int((nodes > 0).sum())
+            controller.calibration.observe(
+                *verified, np.concatenate(taken), 0 if sampled else drafted, drafted if sampled else 0
+            )
         self.chosen.append((order.asked, order.nodes, int(nodes.sum())))
         return emitted, waited + step
 

@@ -31,7 +31,7 @@ _REVIEW_STEPS, _MOST_REVIEW_STEPS = 16, 64
 _REVIEW_PAUSE = 4
 """Steps between two such decisions at least, however the load changes."""
 _LEARN_DRAFTS = 96
-"""Drafts to see before it is decided against drafts."""
+"""Drafts to see before it is decided against drafts, of greedy and of sampled sequences if both are there."""
 _LEARN_NODES = 3
 """Nodes of each that are verified until then at least: what is not verified teaches nothing."""
 _SETTLED_STEPS = 8
@@ -76,6 +76,8 @@ class DecodeLoad:
     """Nodes of all of those together."""
     undrafted: int = 0
     """Sequences that decode plainly in any case."""
+    sampled: int = 0
+    """Of `asking`, those that sample: their drafts are accepted less often."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,14 @@ class SpeculationController:
         self.outlook = Outlook(max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
         self.order = Order(Asked.NONE, 0, Reason.LEARNING)
         """The last."""
-        self._supplied = Asked.ALL
+        self.supplied = Asked.ALL
         """Whose drafters hold what was committed up to the last step."""
-        self._memory = DraftMemory(max_nodes)
+        self._memories = (DraftMemory(max_nodes), DraftMemory(max_nodes))
+        """Drafts of greedy sequences, and of those that sample."""
         self._max_nodes = max_nodes
         self._loads: deque[DecodeLoad] = deque(maxlen=_SETTLED_STEPS)
+        self._load = DecodeLoad(0, 0, 0.0)
+        """What is decided for."""
         self._reviewed_for: tuple[int, ...] = ()
         self._until_review = 0
         self._review_every = _REVIEW_STEPS
@@ -146,7 +151,8 @@ class SpeculationController:
     def drafter_changed(self) -> None:
         """A drafter came: how fast it is is not known."""
         self.drafts.forget()
-        self._memory.count = 0
+        for memory in self._memories:
+            memory.count = 0
         self._probe_began, self._probe_cost = None, 0.0
         self._turn(True)
         self._until_review = 0
@@ -154,8 +160,9 @@ class SpeculationController:
     def plan(self, load: DecodeLoad) -> Order:
         """Whether to ask for drafts now, and of how many nodes. Called once per step while auto sequences decode."""
         self._until_review -= 1
-        load = self._settled(load)
-        bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed)
+        load = self._load = self._settled(load)
+        share = round(4 * load.sampled / load.asking)
+        bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed, share)
         moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
         if self._until_review <= 0 or moved:
             self._review(load, bucket)
@@ -176,14 +183,15 @@ class SpeculationController:
             order = Order(Asked.ALL, self.outlook.nodes, Reason.PAYS)
         else:
             order = Order(Asked.NONE, 0, Reason.NO_GAIN)
-        supplied = Asked.ALL if self.speculating and order.asked is Asked.NONE else order.asked
-        if supplied not in (Asked.NONE, self._supplied):
+        resumes = self.speculating or order.reason is Reason.LEARNING
+        supplied = Asked.ALL if resumes and order.asked is Asked.NONE else order.asked
+        if supplied not in (Asked.NONE, self.supplied):
             order = replace(order, nodes=0)
         elif self._probe_left:
             self._probe_left -= 1
             if self._probe_left == 0:
                 self._until_review = 0
-        self._supplied = supplied
+        self.supplied = supplied
         if order != self.order:
             logger.debug("%s", self._explain(order, load))
             self.order = order
@@ -203,7 +211,7 @@ class SpeculationController:
     def _settled(self, load: DecodeLoad) -> DecodeLoad:
         self._loads.append(load)
         asking, decoding = (max(getattr(past, name) for past in self._loads) for name in ("asking", "decoding"))
-        return replace(load, asking=asking, decoding=decoding)
+        return replace(load, asking=asking, decoding=decoding, sampled=round(load.sampled * asking / load.asking))
 
     def budget(self, paths: Paths, tokens: float, rows: int, sequences: int, context_tokens: float) -> Choice:
         """How many nodes of each of these drafts to verify in a step that has `rows` rows, `sequences` sequences and
@@ -225,8 +233,10 @@ class SpeculationController:
 
     def observe_drafts(self, paths: Paths, asked: np.ndarray, auto: np.ndarray) -> None:
         """Drafts that arrived, what they were asked for, and which of them are of auto sequences (bool)."""
-        if auto.any():
-            self._memory.add(paths.only(auto), asked[auto])
+        for sampled, memory in enumerate(self._memories):
+            mine = auto & (paths.sampled == sampled)
+            if mine.any():
+                memory.add(paths.only(mine), asked[mine])
 
     def observe_step(self, rows: int, sequences: int, context_tokens: float, seconds: float) -> None:
         """A step without prefill took so long, waits not included."""
@@ -250,10 +260,24 @@ class SpeculationController:
     @property
     def _informed(self) -> bool:
         """Whether there is enough to decide against drafts."""
-        return self.drafts.known and self._memory.count >= _LEARN_DRAFTS
+        return self.drafts.known and all(self._memories[s].count >= _LEARN_DRAFTS for s in self._sorts)
+
+    @property
+    def _sorts(self) -> list[bool]:
+        """Whether the load's sequences sample: False, True, or both if there are enough of each to matter."""
+        sampled, all_of_them = self._load.sampled, self._load.asking
+        return [s for s, count in ((False, all_of_them - sampled), (True, sampled)) if 4 * count >= all_of_them]
+
+    def _recent_gains(self, groups: int, load: DecodeLoad, nodes: int) -> np.ndarray:
+        """[groups, load.asking, nodes] of recent drafts: of sequences such as the load's if there are any."""
+        parts = []
+        for sampled, count in ((False, load.asking - load.sampled), (True, load.sampled)):
+            like, other = self._memories[sampled], self._memories[not sampled]
+            parts.append((like if like.count else other).sample(groups, count, nodes, self.calibration))
+        return np.concatenate(parts, axis=1)
 
     def _review(self, load: DecodeLoad, bucket: tuple[int, ...]) -> None:
-        if not self.drafts.known or self._memory.count == 0:
+        if not self.drafts.known or not any(memory.count for memory in self._memories):
             return
         before = self.speculating, self.outlook.nodes, self._reviewed_for
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
@@ -288,13 +312,14 @@ class SpeculationController:
         groups = max(1, -(-_SAMPLE // n))
         steps = rows, n * self._max_nodes, n + others, (n + others) * load.context
         thought, hoped = self.steps.predict_up_to(*steps), self.steps.predict_up_to(*steps, optimistic=True)
+        deviation = self.calibration.deviation(False in self._sorts, True in self._sorts)
         best: Outlook | None = None
         for nodes in _node_counts(self._max_nodes):
-            gains = self._memory.sample(groups, n, nodes, self.calibration)
+            gains = self._recent_gains(groups, load, nodes)
             waited = self.drafts.predict(n + load.fixed, nodes, drift)
             choice = choose(gains, tokens, hoped[: 1 + n * nodes], waited, plain_rate)
             emitted, stepped = float(choice.tokens.mean()), float(thought[choice.nodes.sum(axis=1)].mean())
-            hoped_tokens = emitted + self.calibration.deviation * (emitted - tokens)
+            hoped_tokens = emitted + deviation * (emitted - tokens)
             lucky = self.drafts.optimistic(n + load.fixed, nodes, drift)
             outlook = Outlook(
                 nodes=nodes,

@@ -13,6 +13,8 @@ MAX_DEPTH = 16
 """Deeper nodes are calibrated as these."""
 _BINS = 4
 """Calibrated apart: path probabilities below 1/4, 1/2, 3/4 and 1."""
+_DEPTH_CELLS = (MAX_DEPTH + 1) * _BINS
+"""Cells of greedy drafts, or of sampled ones, which come behind them."""
 _PRIOR = 4.0
 """Expected acceptances a ratio must rest on before it outweighs what it starts from."""
 _FORGET = 0.998
@@ -21,17 +23,19 @@ _FORGET = 0.998
 
 @dataclass(frozen=True)
 class Paths:
-    """The nodes of some drafts; columns beyond a draft's end have probability 0 and cell 0."""
+    """The nodes of some drafts; columns beyond a draft's end have probability 0 and depth 0."""
 
     probabilities: np.ndarray
     """[drafts, nodes] float: that the walk reaches the node, as the draft model has it."""
     cells: np.ndarray
-    """[drafts, nodes] int: depth * bins + bin of the probability: what is calibrated together."""
+    """[drafts, nodes] int: what is calibrated together: sampled or not, depth, and bin of the probability."""
     lengths: np.ndarray
     """[drafts] int."""
+    sampled: np.ndarray
+    """[drafts] bool: whether the sequence samples: likely tokens are accepted less often where tokens are drawn."""
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft]) -> "Paths":
+    def of(cls, drafts: Sequence[Draft], sampled: Sequence[bool]) -> "Paths":
         lengths = np.array([len(draft) for draft in drafts])
         width = int(lengths.max(initial=0))
         inside = np.arange(width) < lengths[:, None]
@@ -53,61 +57,61 @@ class Paths:
         probabilities = np.exp(np.minimum(0.0, total.reshape(sums.shape)[:, 1:])) * inside
         bins = np.minimum((probabilities * _BINS).astype(int), _BINS - 1)
         depth = np.minimum(depth.reshape(sums.shape)[:, 1:], MAX_DEPTH)
-        return cls(probabilities, (depth * _BINS + bins) * inside, lengths)
+        draws = np.array(sampled, dtype=bool)
+        return cls(probabilities, (depth * _BINS + bins) * inside + draws[:, None] * _DEPTH_CELLS, lengths, draws)
 
     def only(self, chosen: np.ndarray) -> "Paths":
         """Of some of the drafts; chosen: [drafts] bool."""
         lengths = self.lengths[chosen]
         width = int(lengths.max(initial=0))
-        return Paths(self.probabilities[chosen, :width], self.cells[chosen, :width], lengths)
+        return Paths(self.probabilities[chosen, :width], self.cells[chosen, :width], lengths, self.sampled[chosen])
 
 
 def mass_by_depth(probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
     """[1 + MAX_DEPTH] sums of path probabilities of nodes, flat."""
-    return np.bincount(cells // _BINS, probabilities, MAX_DEPTH + 1)
+    return np.bincount(cells % _DEPTH_CELLS // _BINS, probabilities, MAX_DEPTH + 1)
 
 
 class Calibration:
-    """How often nodes are accepted against how probable the draft model finds them, by depth and probability.
+    """How often nodes are accepted against how probable the draft model finds them, by depth and probability, for
+    sequences that sample apart from greedy ones.
 
-    A ratio per cell starts from its depth's, which starts from that of all nodes, which starts from 1. Old drafts are
-    forgotten.
+    A ratio per cell starts from its depth's, which starts from that of all nodes of its sort, which starts from that of
+    both sorts, which starts from 1. Old drafts are forgotten.
     """
 
     def __init__(self) -> None:
-        self._expected = np.zeros((MAX_DEPTH + 1, _BINS))
-        self._accepted = np.zeros((MAX_DEPTH + 1, _BINS))
-        self._ratios = np.ones((MAX_DEPTH + 1) * _BINS)
+        self._expected = np.zeros((2, MAX_DEPTH + 1, _BINS))
+        self._accepted = np.zeros((2, MAX_DEPTH + 1, _BINS))
+        self._ratios = np.ones(2 * _DEPTH_CELLS)
 
     def gains(self, probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
         """Calibrated probability that each node is accepted: the tokens it is expected to add."""
         return np.minimum(1.0, probabilities * self._ratios[cells])
 
-    def observe(self, probabilities: np.ndarray, cells: np.ndarray, accepted: np.ndarray, drafts: int) -> None:
-        """Verified nodes of some drafts, flat, and which were accepted (bool)."""
-        size = self._expected.size
-        forget = _FORGET**drafts
-        self._expected *= forget
-        self._accepted *= forget
-        self._expected += np.bincount(cells, probabilities, size).reshape(self._expected.shape)
-        self._accepted += np.bincount(cells, accepted, size).reshape(self._accepted.shape)
-        overall = (self._accepted.sum() + _PRIOR) / (self._expected.sum() + _PRIOR)
-        depths = self._shrunk(self._accepted.sum(axis=1), self._expected.sum(axis=1), overall)
-        self._ratios = self._shrunk(self._accepted, self._expected, depths[:, None]).ravel()
+    def observe(
+        self, probabilities: np.ndarray, cells: np.ndarray, accepted: np.ndarray, greedy: int, sampled: int
+    ) -> None:
+        """Verified nodes of so many greedy and sampled drafts, flat, and which were accepted (bool)."""
+        size, shape = self._expected.size, self._expected.shape
+        forget = _FORGET ** np.array([greedy, sampled])[:, None, None]
+        self._expected = forget * self._expected + np.bincount(cells, probabilities, size).reshape(shape)
+        self._accepted = forget * self._accepted + np.bincount(cells, accepted, size).reshape(shape)
+        ratios = np.ones((1, 1, 1))
+        for axes in ((0, 1, 2), (1, 2), (2,), ()):
+            found, thought = (table.sum(axis=axes, keepdims=True) for table in (self._accepted, self._expected))
+            ratios = (found + _PRIOR * ratios) / (thought + _PRIOR)
+        self._ratios = ratios.ravel()
 
-    @property
-    def deviation(self) -> float:
-        """Relative standard deviation of what nodes are expected to add: that of a count of the acceptances seen."""
-        return 1 / math.sqrt(1 + float(self._accepted.sum()))
+    def deviation(self, greedy: bool, sampled: bool) -> float:
+        """Relative standard deviation of what nodes of these sorts are expected to add: that of a count of the
+        acceptances seen."""
+        return 1 / math.sqrt(1 + float(self._accepted[[greedy, sampled]].sum()))
 
     def per_depth(self) -> list[float]:
         """Accepted over expected at depth 1, 2, ... as far as nodes were verified."""
-        expected, accepted = self._expected.sum(axis=1), self._accepted.sum(axis=1)
+        expected, accepted = self._expected.sum(axis=(0, 2)), self._accepted.sum(axis=(0, 2))
         return [float(a / e) for a, e in zip(accepted[1:], expected[1:], strict=True) if e > 0.01]
-
-    @staticmethod
-    def _shrunk(accepted: np.ndarray, expected: np.ndarray, start: np.ndarray | float) -> np.ndarray:
-        return (accepted + _PRIOR * start) / (expected + _PRIOR)
 
 
 class DraftMemory:

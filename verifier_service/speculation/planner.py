@@ -56,9 +56,9 @@ class SpeculationPlanner:
         if order.asked is Asked.ONE:
             cheapest = min(decoding, key=self._drafting.missing, default=None)
             auto = [cheapest] if cheapest else []
-        elif order.asked is Asked.NONE and not self._controller.speculating:
+        elif self._controller.supplied is Asked.NONE:
             auto = []
-        # In plain steps while speculation is on, drafters are still sent what they will need.
+        # In plain steps among those that draft, drafters are still sent what they will need.
         for sequence in auto:
             orders[sequence] = DraftOrder(min(order.nodes, sequence.request.max_draft_nodes), DraftShape.TREE)
         return orders
@@ -71,7 +71,7 @@ class SpeculationPlanner:
             return {}
         sequences, drafts = [s for s, _ in drafted], [d for _, d in drafted]
         nodes = {s: len(d) for s, d in drafted}
-        paths = Paths.of(drafts)
+        paths = Paths.of(drafts, [_samples(s) for s in sequences])
         auto = np.array([s.request.speculation_mode is SpeculationMode.AUTO for s in sequences])
         asked = np.array([s.pending.max_nodes for s in sequences if s.pending])
         self._controller.observe_drafts(paths, asked, auto)
@@ -144,7 +144,8 @@ class SpeculationPlanner:
         fixed_nodes = sum(self._limit(s) for s in fixed)
         undrafted = sum(not s.request.speculates and s.uncommitted == 1 for s in stepped)
         context = sum(s.committed for s in asking) / len(asking)
-        return DecodeLoad(len(asking), max(decoding, len(asking)), context, len(fixed), fixed_nodes, undrafted)
+        sampled = sum(_samples(s) for s in asking)
+        return DecodeLoad(len(asking), max(decoding, len(asking)), context, len(fixed), fixed_nodes, undrafted, sampled)
 
     def _limit(self, sequence: Sequence) -> int:
         block = sequence.request.speculation_mode is SpeculationMode.BLOCK
@@ -167,5 +168,11 @@ class SpeculationPlanner:
                 accepted[row, index - len(segment.token_ids)] = True
         if verified.any():
             probabilities, cells = drafted.paths.probabilities[verified], drafted.paths.cells[verified]
-            self._controller.calibration.observe(probabilities, cells, accepted[verified], len(found))
+            sampled = sum(_samples(sequence) for sequence in found)
+            calibration = self._controller.calibration
+            calibration.observe(probabilities, cells, accepted[verified], len(found) - sampled, sampled)
             self._metrics.count_mass(mass_by_depth(probabilities, cells)[1:])
+
+
+def _samples(sequence: Sequence) -> bool:
+    return not sequence.request.sampling.greedy

@@ -146,6 +146,19 @@ def test_features_are_those_of_the_committed_tokens_whatever_the_chunking(tmp_pa
     assert part == raw[(BLOCK_TOKENS - 3) * 512 : (BLOCK_TOKENS + 6) * 512]
 
 
+def test_features_of_blocks_that_changed_hands_are_the_last_owners(tmp_path: Path) -> None:
+    """Taps wait for their projection; those of a sequence that ended must not overwrite the next one's."""
+    random_target(tmp_path / "target")
+    draft = constant_draft(tmp_path / "draft", mask_token=3)
+    runner, _ = make_runner(tmp_path / "target", draft_folder=draft)
+    fresh, _ = make_runner(tmp_path / "target", draft_folder=draft)
+    first, second, alone = (Hand(0, tokens(20, seed)) for seed in (1, 2, 2))
+    run(runner, [first.segment()])
+    run(runner, [second.segment()])
+    run(fresh, [alone.segment()])
+    assert runner.read_features(second.blocks, 0, 20) == fresh.read_features(alone.blocks, 0, 20)
+
+
 def test_log_probs_are_the_targets(tmp_path: Path) -> None:
     oracle = random_target(tmp_path)
     runner, _ = make_runner(tmp_path)

@@ -67,11 +67,12 @@ def test_nothing_is_verified_below_plain_decodings_rate() -> None:
 def test_paths_are_sums_from_the_root(seed: int) -> None:
     rng = random.Random(seed)
     drafts = [random_draft(rng, rng.choice([0, 1, 5, 12])) for _ in range(rng.randint(1, 5))]
-    paths = Paths.of(drafts)
+    paths = Paths.of(drafts, [i % 2 == 1 for i in range(len(drafts))])
     for row, draft in enumerate(drafts):
         found = paths.probabilities[row, : len(draft)]
         assert found == pytest.approx(np.exp(draft.path_log_probs()))
-        assert (paths.cells[row, : len(draft)] // 4).tolist() == draft.depths
+        assert (paths.cells[row, : len(draft)] // 4 % 17).tolist() == draft.depths
+        assert (paths.cells[row] // 68 == row % 2).all()
         assert not paths.probabilities[row, len(draft) :].any()
 
 
@@ -81,9 +82,9 @@ def test_a_calibration_comes_to_predict_what_is_accepted() -> None:
     calibration = Calibration()
     for step in range(300):
         index = step % len(world.drafts)
-        paths = Paths.of([world.drafts[index]])
-        calibration.observe(paths.probabilities[0], paths.cells[0], world.accepted(index, MAX_NODES), 1)
-    paths = Paths.of(world.drafts)
+        paths = Paths.of([world.drafts[index]], [False])
+        calibration.observe(paths.probabilities[0], paths.cells[0], world.accepted(index, MAX_NODES), 1, 0)
+    paths = Paths.of(world.drafts, [False] * len(world.drafts))
     expected = sum(world.expected(i, MAX_NODES) for i in range(len(world.drafts)))
     assert calibration.gains(paths.probabilities, paths.cells).sum() == pytest.approx(expected, rel=0.15)
     depths = calibration.per_depth()
@@ -91,9 +92,32 @@ def test_a_calibration_comes_to_predict_what_is_accepted() -> None:
     assert depths[2] < depths[1] < depths[0]
 
 
+def test_sampled_sequences_are_calibrated_apart_from_greedy_ones() -> None:
+    """What is seen of one sort is what the other starts from, and no more."""
+    good, bad = World(dense_gpu, fast_drafter, truth=(0.9, 1.0)), World(dense_gpu, fast_drafter, truth=(0.3, 1.0))
+    draft = good.drafts[:1]
+    greedy, sampled = Paths.of(draft, [False]), Paths.of(draft, [True])
+    calibration = Calibration()
+
+    def gain(paths: Paths) -> float:
+        return float(calibration.gains(paths.probabilities, paths.cells).sum() / paths.probabilities.sum())
+
+    for step in range(300):
+        paths = Paths.of([good.drafts[step % 256]], [False])
+        calibration.observe(paths.probabilities[0], paths.cells[0], good.accepted(step % 256, MAX_NODES), 1, 0)
+    assert gain(greedy) == pytest.approx(0.9, rel=0.15)
+    assert gain(sampled) == pytest.approx(gain(greedy), rel=0.1)
+    for step in range(300):
+        paths = Paths.of([bad.drafts[step % 256]], [True])
+        calibration.observe(paths.probabilities[0], paths.cells[0], bad.accepted(step % 256, MAX_NODES), 0, 1)
+    assert gain(greedy) == pytest.approx(0.9, rel=0.15)
+    assert gain(sampled) < 0.5 * gain(greedy)
+    assert calibration.deviation(True, False) != calibration.deviation(False, True)
+
+
 def test_nodes_that_were_not_asked_for_are_extrapolated_and_those_that_do_not_exist_are_not() -> None:
     memory, calibration = DraftMemory(4), Calibration()
-    short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])])
+    short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])], [False])
     memory.add(short, np.array([2]))
     cut = memory.sample(1, 1, 4, calibration)[0, 0]
     assert cut[:2] == pytest.approx([0.8, 0.4])
@@ -111,7 +135,7 @@ def test_a_decision_takes_well_under_a_millisecond_at_32_sequences() -> None:
         drafts = [draft.truncated(8) for draft in world.drafts[step : step + 32]]
         started = time.thread_time()
         controller.plan(DecodeLoad(32, 32, 300.0))
-        paths = Paths.of(drafts)
+        paths = Paths.of(drafts, [False] * 32)
         controller.observe_drafts(paths, np.full(32, 8), np.ones(32, dtype=bool))
         controller.budget(paths, 32.0, 32, 32, 9600.0)
         took.append(time.thread_time() - started)
@@ -124,6 +148,6 @@ def test_drafts_that_propose_nothing_are_remembered_as_worth_nothing() -> None:
     """An n-gram drafter often has nothing to say: the mean over its drafts must not leave those out."""
     memory, calibration = DraftMemory(4), Calibration()
     empty, full = Draft([], [], []), Draft.block([1], [math.log(0.8)])
-    memory.add(Paths.of([empty, full, empty, empty]), np.full(4, 4))
-    memory.add(Paths.of([empty]), np.full(1, 4))
+    memory.add(Paths.of([empty, full, empty, empty], [False] * 4), np.full(4, 4))
+    memory.add(Paths.of([empty], [False]), np.full(1, 4))
     assert memory.sample(5, 1, 4, calibration).sum() == pytest.approx(0.8)

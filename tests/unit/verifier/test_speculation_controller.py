@@ -115,6 +115,19 @@ def test_a_new_drafter_is_learned_anew() -> None:
     assert drive.controller.speculating
 
 
+def test_what_sampled_sequences_teach_does_not_turn_it_off_for_greedy_ones() -> None:
+    """Sampled text, whose drafts do not pay, between greedy texts whose drafts do: no greedy text waits for a probe."""
+    greedy, sampled = world("cpu", GOOD, 1), world("cpu", BAD, 2)
+    drive = Driver(greedy, greedy.controller())
+    for seen in (False, True):
+        drive.world, drive.sampled = sampled, True
+        drive.run(1, 200)
+        assert not drive.controller.speculating
+        drive.world, drive.sampled = greedy, False
+        drive.run(1, 12 if seen else 200)
+        assert drive.controller.speculating
+
+
 def test_drafts_of_fixed_modes_are_part_of_both_sides_of_the_comparison() -> None:
     """Where others' drafts are waited for in any case, one's own cost less: it pays no later than alone."""
     place = world("cpu")
