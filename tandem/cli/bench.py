@@ -109,7 +109,10 @@ async def _measure(plan: Plan, address: str, config: Path | None, resume: Path |
 
         def show(step: Step) -> None:
             which = f"run {step.run} of {plan.runs}" if step.run else "warm-up"
-            status.update(f"{step.concurrency} clients, {step.mode}, {which}")
+            now = f"{step.concurrency} clients, {step.mode}, {which}"
+            status.update(now)
+            if not errors.is_terminal:
+                errors.print(now)
 
         prompts = mixed_prompts(max(plan.prompts, *plan.concurrency), plan.kinds)
         if resume is None:

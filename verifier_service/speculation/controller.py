@@ -14,13 +14,13 @@ from verifier_service.speculation.paths import Calibration, DraftMemory, Paths
 
 logger = logging.getLogger(__name__)
 
-PROBE_SHARE = 0.004
-"""Of the time that probes may cost."""
+PROBE_SHARE, HOPEFUL_PROBE_SHARE = 0.005, 0.01
+"""Of the time that probes may cost; where drafts may well pay, staying off may cost more than finding out."""
 PROBE_STEPS = 2
 """Steps of one probe: one measurement may be an outlier."""
 _PROBE_PAUSE = 48
 """Steps between probes at least."""
-_MOST_PROBE_CYCLES = 8
+_MOST_PROBE_CYCLES = 4
 """Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
@@ -255,6 +255,9 @@ class SpeculationController:
         if measured:
             if not 0.5 < seconds / self.drafts.predict(sequences, nodes, self.steps.drift) < 2:
                 self._until_review = 0
+                # A probe goes on until its surprise is either believed or contradicted.
+                if self._probe and self._probe.reason is Reason.PROBING_DRAFTS:
+                    self._probe_left = max(1, self._probe_left)
             self.drafts.observe(sequences, nodes, seconds, self.steps.drift, age)
 
     @property
@@ -343,11 +346,12 @@ class SpeculationController:
         seen, steps = self._plain_seen if self.speculating else self._drafts_seen
         if self._steps - steps < _PROBE_PAUSE:
             return None
-        allowed = PROBE_SHARE * (self._busy - seen)
+        hopeful = not self.speculating and look.optimistic_gain > _TURN_ON
+        allowed = (HOPEFUL_PROBE_SHARE if hopeful else PROBE_SHARE) * (self._busy - seen)
         if self.speculating:
             cost = PROBE_STEPS * look.plain_seconds * (1 - 1 / max(1.0, look.gain))
             return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if cost <= allowed else None
-        if look.optimistic_gain > _TURN_ON:
+        if hopeful:
             lost = max(_LEAST_LOSS, 1 - look.gain)
             cost = max(self._probe_cost, PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost)
             return Order(Asked.ALL, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
