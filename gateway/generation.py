@@ -10,14 +10,22 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gateway.admission import Admission
-from gateway.chat_template import Turn
+from gateway.chat_template import Flags, Turn
 from gateway.metrics import GatewayMetrics
 from gateway.output import Ending, Output, Piece
 from gateway.requests import GenerationRequest, SamplingChoice
 from gateway.resuming_stream import ResumingStream
 from gateway.sessions import Sessions
 from gateway.tokenizer import TargetTokenizer
-from gateway.validation import TargetInfo, check_lengths, check_request, check_tokenize, check_turns, prompt_too_long
+from gateway.validation import (
+    PromptRules,
+    TargetInfo,
+    check_lengths,
+    check_request,
+    check_tokenize,
+    check_turns,
+    prompt_too_long,
+)
 from gateway.verifier_client import Emission, SequenceRequest, SpeculationCounts, VerifierClient
 from tandem.sampling import SamplingParams
 from tandem.step_timing import StepTiming
@@ -65,6 +73,7 @@ class Generator:
         max_tokens_default: int | None,
     ):
         self._tokenizer = tokenizer
+        self._rules = PromptRules(tokenizer.template_flags, tokenizer.media_ids)
         self._default_sampling = default_sampling
         self._verifier = verifier
         self._sessions = sessions
@@ -84,10 +93,12 @@ class Generator:
         with self._admission.slot():
             target = self._verifier.require_ready()
             sampling = self._sampling(request.sampling)
-            check_request(request, sampling, target)
+            check_request(request, sampling, target, self._rules)
             with self._sessions.turn(request.session_id) as turn:
                 turns = [*turn.history, *request.messages]
-                prompt_ids = list(request.token_ids) or await self._encode(request.prompt, turns, target.max_context)
+                prompt_ids = list(request.token_ids) or await self._encode(
+                    request.prompt, turns, request.template_flags, target.max_context
+                )
                 sequence = self._sequence(request, prompt_ids, sampling, target)
                 self._metrics.prompt_tokens.inc(len(prompt_ids))
                 sent: list[str] = []
@@ -150,11 +161,11 @@ class Generator:
         )
         return dataclasses.replace(last, end=end)
 
-    async def tokenize(self, prompt: str | None, turns: Sequence[Turn]) -> list[int]:
+    async def tokenize(self, prompt: str | None, turns: Sequence[Turn], flags: Flags) -> list[int]:
         """The ids that a generation would use for a prompt or for turns."""
-        check_tokenize(prompt, turns)
+        check_tokenize(prompt, turns, flags, self._rules)
         context = self._verifier.target.max_context if self._verifier.target else None
-        return await self._encode(prompt, turns, context)
+        return await self._encode(prompt, turns, flags, context)
 
     async def check_opening(self, turns: Sequence[Turn]) -> None:
         """InvalidRequest unless a session may begin with these turns: known roles, no more than can ever be used."""
@@ -179,14 +190,14 @@ class Generator:
             seed=secrets.randbits(64) if choice.seed is None else choice.seed,
         )
 
-    async def _encode(self, prompt: str | None, turns: Sequence[Turn], context: int | None) -> list[int]:
+    async def _encode(self, prompt: str | None, turns: Sequence[Turn], flags: Flags, context: int | None) -> list[int]:
         """Ids of a prompt or of turns, on a thread, so that a long one does not hold up the other streams."""
         texts = [turn.content for turn in turns] if prompt is None else [prompt]
 
         def encode() -> list[int]:
             if context is not None and self._tokenizer.surely_exceeds(texts, context):
                 raise prompt_too_long("messages" if prompt is None else "prompt", None, context)
-            return self._tokenizer.encode_chat(turns) if prompt is None else self._tokenizer.encode(prompt)
+            return self._tokenizer.encode_chat(turns, flags) if prompt is None else self._tokenizer.encode(prompt)
 
         return await asyncio.to_thread(encode)
 

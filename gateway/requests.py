@@ -1,8 +1,8 @@
 """What clients ask for, as plain values. Fields that are None or empty were not set."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gateway.chat_template import Turn
+from gateway.chat_template import Flags, Turn
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class GenerationRequest:
     max_draft_nodes: int | None = None
     """Draft tokens verified per step at most; None is as many as the verifier allows."""
     log_probs: bool = False
+    template_flags: Flags = field(default_factory=dict)
 
     @property
     def input_field(self) -> str:

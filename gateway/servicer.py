@@ -97,7 +97,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> generation_pb2.TokenizeResponse:
         async with self._call("Tokenize", context):
             prompt = request.prompt if request.HasField("prompt") else None
-            ids = await self._generator.tokenize(prompt, _turns(request.messages))
+            ids = await self._generator.tokenize(prompt, _turns(request.messages), dict(request.template_flags))
             return generation_pb2.TokenizeResponse(token_ids=ids, tokens=map(self._tokenizer.spelling, ids))
 
     async def GetModel(  # noqa: N802
@@ -195,6 +195,7 @@ def _generation_request(request: generation_pb2.GenerateRequest) -> GenerationRe
         speculation_mode=mode_name(request.speculation_mode),
         max_draft_nodes=field(request, "max_draft_nodes"),
         log_probs=request.return_log_probs,
+        template_flags=dict(request.template_flags),
     )
 
 

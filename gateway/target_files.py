@@ -78,3 +78,20 @@ def read_default_sampling(folder: Path) -> SamplingParams:
     for violation in sampling.violations(prefix=""):
         raise StartupError(f"{path}: {violation.field}: {violation.reason}")
     return sampling
+
+
+def read_vocab_size(folder: Path) -> int:
+    """The target's number of ids, from config.json; of a multimodal model its text part's."""
+    path = folder / "config.json"
+    config = read_json(path)
+    size = config.get("text_config", config).get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise StartupError(f"{path}: vocab_size must be a positive integer, is {size!r}")
+    return size
+
+
+def read_media_token_ids(folder: Path) -> frozenset[int]:
+    """Ids that stand for an image or video in a multimodal model's prompt."""
+    config = read_json(folder / "config.json")
+    found = (config.get(key) for key in ("media_placeholder_token_id", "image_token_id", "video_token_id"))
+    return frozenset(id for id in found if isinstance(id, int))

@@ -1,7 +1,8 @@
 """The target's tokenizer: text and conversations to token ids and back.
 
 Text from clients never becomes a special token, whatever it spells: only the chat template, and clients that send
-token ids, can put special tokens into a prompt. Which tokens are special is what tokenizer.json says ("special": true).
+token ids, can put special tokens into a prompt. Which tokens are special is what tokenizer.json says ("special": true);
+of a tiktoken model (gateway/tiktoken_model.py) all that are not in tiktoken.model are.
 
 For a prompt that is simple: it is encoded with special tokens switched off. In a conversation the template's special
 tokens must come out as such, and templates may build them from pieces, trim contents, or branch on them. So what is
@@ -20,9 +21,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from gateway.chat_template import ChatTemplate, Turn
+from gateway import tiktoken_model
+from gateway.byte_level import token_bytes
+from gateway.chat_template import NO_FLAGS, ChatTemplate, Flags, Turn
 from gateway.detokenizer import ByteLevelDetokenizer, Detokenizer, GeneralDetokenizer
-from gateway.target_files import read_chat_template
+from gateway.target_files import read_chat_template, read_media_token_ids
 from tandem.errors import StartupError, invalid
 
 _SLICE = 1 << 16
@@ -37,15 +40,26 @@ _FALLBACK_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class TargetTokenizer:
     """Safe to use from several threads. Encoding releases the GIL."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        shown: frozenset[int] = frozenset(),
+        media_ids: frozenset[int] = frozenset(),
+    ):
+        """shown: special ids that have text; media_ids: ids that stand for an image or video."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._plain = Tokenizer.from_str(tokenizer.to_str())
         self._plain.encode_special_tokens = True
         self._chat_template = chat_template
+        self.template_flags = chat_template.flags if chat_template else frozenset()
+        """Variables of the chat template that a request may set."""
+        self.media_ids = media_ids
         special = {id: token.content for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special_ids = frozenset(special)
+        self._hidden_ids = self._special_ids - shown
         self._special_strings = sorted(set(special.values()))
         self._beginnings = tuple({s[:n] for s in self._special_strings for n in range(1, len(s))})
         self._endings = tuple({s[n:] for s in self._special_strings for n in range(1, len(s))})
@@ -54,21 +68,27 @@ class TargetTokenizer:
         """Ids are below this."""
         self._byte_level = _is_byte_level(tokenizer)
         self._spellings = [tokenizer.id_to_token(id) for id in range(self.vocab_size)]
-        self._bytes = [_token_bytes(s) for s in self._spellings] if self._byte_level else []
+        self._bytes = [token_bytes(s) for s in self._spellings] if self._byte_level else []
 
     @classmethod
     def load(cls, folder: Path) -> "TargetTokenizer":
-        """From tokenizer.json and the chat template of a target's folder; StartupError names the file."""
+        """From tokenizer.json, or else tiktoken.model, and the chat template of a target's folder; StartupError names
+        the file."""
         path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise StartupError(f"{path}: is missing")
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise StartupError(f"{path}: cannot be read: {error}") from None
+        shown: frozenset[int] = frozenset()
+        if path.is_file():
+            try:
+                tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises plain Exception
+                raise StartupError(f"{path}: cannot be read: {error}") from None
+        elif (folder / tiktoken_model.FILE).is_file():
+            model = tiktoken_model.load_tiktoken(folder)
+            tokenizer, shown = model.tokenizer, model.shown
+        else:
+            raise StartupError(f"{path}: is missing, and there is no {tiktoken_model.FILE}")
         source = read_chat_template(folder)
         try:
-            return cls(tokenizer, ChatTemplate(source) if source else None)
+            return cls(tokenizer, ChatTemplate(source) if source else None, shown, read_media_token_ids(folder))
         except StartupError as error:
             raise StartupError(f"{folder}: {error}") from None
 
@@ -89,14 +109,14 @@ class TargetTokenizer:
                     return True
         return False
 
-    def encode_chat(self, turns: Sequence[Turn]) -> list[int]:
+    def encode_chat(self, turns: Sequence[Turn], flags: Flags = NO_FLAGS) -> list[int]:
         """The ids of a conversation, up to where the assistant's answer begins; InvalidRequest naming `messages` if the
-        target has no chat template or its template refuses the turns."""
+        target has no chat template or its template refuses the turns. flags: of template_flags."""
         if self._chat_template is None:
             raise invalid("messages", "the target has no chat template; use prompt or token_ids")
         marker = _Marker()
         shielded = [Turn(turn.role, self._shield(turn.content, marker)) for turn in turns]
-        rendered = self._chat_template.render(shielded)
+        rendered = self._chat_template.render(shielded, flags)
         encoding = self._encode_with_special(rendered)
         if not marker.used:
             return list(encoding.ids)
@@ -109,9 +129,7 @@ class TargetTokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """Whether decoding shows the token: not a special one, and one that the tokenizer knows."""
-        return (
-            token_id < self.vocab_size and token_id not in self._special_ids and self._spellings[token_id] is not None
-        )
+        return token_id < self.vocab_size and token_id not in self._hidden_ids and self._spellings[token_id] is not None
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one generation; push only ids that have text."""
@@ -198,21 +216,3 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
     if "ByteLevel" in kinds and len(kinds) > 1:
         raise StartupError(f"tokenizer.json: a ByteLevel decoder together with others ({kinds}) is not supported")
     return kinds == ["ByteLevel"]
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE spells each byte as one visible character: itself where it is one, else one from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-
-
-def _token_bytes(spelling: str | None) -> bytes:
-    """The bytes a byte-level token stands for; a spelling outside the alphabet stands for itself."""
-    try:
-        return bytes(_BYTE_OF[character] for character in spelling or "")
-    except KeyError:
-        return (spelling or "").encode()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gateway.chat_template import Turn
+from gateway.chat_template import Flags, Turn
 from gateway.requests import GenerationRequest, StoppingChoice
 from tandem.errors import FieldViolation, InvalidRequest, invalid
 from tandem.sampling import SamplingParams
@@ -30,12 +30,24 @@ class TargetInfo:
     """Draft tokens a step verifies per request at most; 0 without speculation."""
 
 
-def check_request(request: GenerationRequest, sampling: SamplingParams, target: TargetInfo) -> None:
+@dataclass(frozen=True)
+class PromptRules:
+    """What the target's files say about prompts."""
+
+    template_flags: frozenset[str]
+    """Variables of the chat template that a request may set."""
+    media_ids: frozenset[int]
+    """Ids that stand for an image or video, which cannot be sent."""
+
+
+def check_request(request: GenerationRequest, sampling: SamplingParams, target: TargetInfo, rules: PromptRules) -> None:
     """All that can be checked before the prompt is encoded; `sampling` is the request's with defaults filled in."""
     _raise(
         *_check_input(request.prompt, request.messages, request.token_ids),
+        *_check_template_flags(request.template_flags, rules, bool(request.messages)),
         *_check_session(request),
         *_check_token_ids("token_ids", request.token_ids, target.vocab_size),
+        *_check_no_media(request.token_ids, rules),
         *sampling.violations(),
         *_check_stopping(request.stopping, target),
         *_check_speculation(request, target),
@@ -47,9 +59,13 @@ def check_turns(turns: Sequence[Turn]) -> None:
     _raise(*_check_roles(turns))
 
 
-def check_tokenize(prompt: str | None, turns: Sequence[Turn]) -> None:
+def check_tokenize(prompt: str | None, turns: Sequence[Turn], flags: Flags, rules: PromptRules) -> None:
     """The input of Tokenize: prompt or messages."""
-    _raise(*_exactly_one({"prompt": prompt is not None, "messages": bool(turns)}), *_check_roles(turns))
+    _raise(
+        *_exactly_one({"prompt": prompt is not None, "messages": bool(turns)}),
+        *_check_template_flags(flags, rules, bool(turns)),
+        *_check_roles(turns),
+    )
 
 
 def check_lengths(field: str, prompt_tokens: int, stopping: StoppingChoice, default: int | None, context: int) -> int:
@@ -115,6 +131,28 @@ def _check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> I
         for index, token_id in enumerate(token_ids):
             if token_id >= vocab_size:
                 yield FieldViolation(f"{field}[{index}]", f"must be below {vocab_size}, is {token_id}")
+
+
+def _check_no_media(token_ids: Sequence[int], rules: PromptRules) -> Iterator[FieldViolation]:
+    if rules.media_ids:
+        for index, token_id in enumerate(token_ids):
+            if token_id in rules.media_ids:
+                yield FieldViolation(
+                    f"token_ids[{index}]", f"{token_id} stands for an image or video; only text can be sent"
+                )
+
+
+def _check_template_flags(flags: Flags, rules: PromptRules, has_messages: bool) -> Iterator[FieldViolation]:
+    """A flag that nothing reads would be ignored silently."""
+    if flags and not has_messages:
+        yield FieldViolation("template_flags", "is for messages, which the chat template renders")
+        return
+    known = ", ".join(sorted(rules.template_flags)) or "none"
+    for name in flags:
+        if name not in rules.template_flags:
+            yield FieldViolation(
+                "template_flags", f"the target's chat template does not read {_quoted(name)}; it reads: {known}"
+            )
 
 
 def _check_stopping(stopping: StoppingChoice, target: TargetInfo) -> Iterator[FieldViolation]:

@@ -10,7 +10,7 @@ Every call raises GenerationError with the server's status; docs/api.md describe
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -167,9 +167,9 @@ class Client:
         request = generation_pb2.GetSessionRequest(session_id=session_id)
         return session_of(self._unary(self._stub.GetSession, request))
 
-    def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    def tokenize(self, prompt: str | Sequence[Message], template_flags: Mapping[str, bool] | None = None) -> list[int]:
         """The token ids that `generate` would use for the prompt."""
-        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt)).token_ids)
+        return list(self._unary(self._stub.Tokenize, tokenize_request(prompt, template_flags or {})).token_ids)
 
     def model(self) -> ModelInfo:
         """The served target, its limits and defaults."""
@@ -258,9 +258,11 @@ class AsyncClient:
         request = generation_pb2.GetSessionRequest(session_id=session_id)
         return session_of(await self._unary(self._stub.GetSession, request))
 
-    async def tokenize(self, prompt: str | Sequence[Message]) -> list[int]:
+    async def tokenize(
+        self, prompt: str | Sequence[Message], template_flags: Mapping[str, bool] | None = None
+    ) -> list[int]:
         """The token ids that `generate` would use for the prompt."""
-        return list((await self._unary(self._stub.Tokenize, tokenize_request(prompt))).token_ids)
+        return list((await self._unary(self._stub.Tokenize, tokenize_request(prompt, template_flags or {}))).token_ids)
 
     async def model(self) -> ModelInfo:
         """The served target, its limits and defaults."""

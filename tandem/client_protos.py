@@ -1,7 +1,7 @@
 """The Python client's values to protos and back."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -66,6 +66,12 @@ class _Fields:
             return ""
         return value
 
+    def flags(self, flags: Mapping[Any, Any]) -> dict[str, bool]:
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                self.violations.append(("template_flags", f"{name!r} must be a bool, is {value!r}"))
+        return {self.text("template_flags", name): value is True for name, value in flags.items()}
+
     def messages(self, messages: Iterable[Any]) -> list[generation_pb2.ChatMessage]:
         found = []
         for index, message in enumerate(messages):
@@ -92,6 +98,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
         return_step_timing=options.get("step_timing", False), return_log_probs=options.get("log_probs", False)
     )
     _set_prompt(fields, request, prompt)
+    request.template_flags.update(fields.flags(options.get("template_flags", {})))
     if (session_id := options.get("session_id")) is not None:
         request.session_id = fields.text("session_id", session_id)
     _set_sampling(fields, request.sampling, options)
@@ -107,7 +114,9 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> generation_pb2
     return request
 
 
-def tokenize_request(prompt: str | Sequence[Message]) -> generation_pb2.TokenizeRequest:
+def tokenize_request(
+    prompt: str | Sequence[Message], template_flags: Mapping[str, bool]
+) -> generation_pb2.TokenizeRequest:
     """The proto of a Tokenize call."""
     fields = _Fields()
     request = generation_pb2.TokenizeRequest()
@@ -115,6 +124,7 @@ def tokenize_request(prompt: str | Sequence[Message]) -> generation_pb2.Tokenize
         request.prompt = fields.text("prompt", prompt)
     else:
         request.messages.extend(fields.messages(prompt))
+    request.template_flags.update(fields.flags(template_flags))
     fields.check()
     return request
 

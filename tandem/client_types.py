@@ -1,6 +1,6 @@
 """What the Python client takes and gives, as plain values."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
 
@@ -46,6 +46,8 @@ class GenerateOptions(TypedDict, total=False):
     """Draft tokens verified per step at most, from 1 to `ModelInfo.max_draft_nodes`."""
     session_id: str | None
     """Add the prompt, which must be Messages, to a session."""
+    template_flags: Mapping[str, bool]
+    """Variables for the chat template, such as {"thinking": False}; only those that the target's template reads."""
     step_timing: bool
     """Fill `Chunk.step_timing`."""
     log_probs: bool

@@ -24,17 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seed\"\x8e\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x8e\x03\n\x0fGenerateRequest\x12\x13\n\x06prompt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\nsession_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\x34\n\x10speculation_mode\x18\x07 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x1a\n\x12return_step_timing\x18\x08 \x01(\x08\x12\x18\n\x10return_log_probs\x18\t \x01(\x08\x12\x1c\n\x0fmax_draft_nodes\x18\n \x01(\rH\x02\x88\x01\x01\x42\t\n\x07_promptB\r\n\x0b_session_idB\x12\n\x10_max_draft_nodes\"\x88\x01\n\nStepTiming\x12\x10\n\x08\x64raft_us\x18\x01 \x01(\r\x12\x13\n\x0btransfer_us\x18\x02 \x01(\r\x12\x11\n\tverify_us\x18\x03 \x01(\r\x12\x0f\n\x07host_us\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\r\"\xc1\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12/\n\x0bstep_timing\x18\x04 \x01(\x0b\x32\x15.tandem.v1.StepTimingH\x00\x88\x01\x01\x12.\n\x05\x66inal\x18\x05 \x01(\x0b\x32\x1a.tandem.v1.GenerationFinalH\x01\x88\x01\x01\x42\x0e\n\x0c_step_timingB\x08\n\x06_final\"\x9c\x02\n\x0fGenerationFinal\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12#\n\x1btime_to_first_token_seconds\x18\x07 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x08 \x01(\x01\x42\x0c\n\nstopped_by\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x81\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\"h\n\x12OpenSessionRequest\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x18\n\x0bttl_seconds\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_ttl_seconds\"=\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nexpires_at\x18\x02 \x01(\x01\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"t\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x12\n\nexpires_at\x18\x03 \x01(\x01\x12\x0c\n\x04\x62usy\x18\x04 \x01(\x08\"[\n\x0fTokenizeRequest\x12\x13\n\x06prompt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessageB\t\n\x07_prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x11\n\x0fGetModelRequest\"\xc7\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12<\n\x18\x64\x65\x66\x61ult_speculation_mode\x18\x06 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x35\n\x11speculation_modes\x18\x07 \x03(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x17\n\x0fmax_draft_nodes\x18\n \x01(\r*\x9f\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x1a\n\x16SPECULATION_MODE_BLOCK\x10\x02\x12\x19\n\x15SPECULATION_MODE_TREE\x10\x03\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xce\x03\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12L\n\x0bOpenSession\x12\x1d.tandem.v1.OpenSessionRequest\x1a\x1e.tandem.v1.OpenSessionResponse\x12O\n\x0c\x43loseSession\x12\x1e.tandem.v1.CloseSessionRequest\x1a\x1f.tandem.v1.CloseSessionResponse\x12I\n\nGetSession\x12\x1c.tandem.v1.GetSessionRequest\x1a\x1d.tandem.v1.GetSessionResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atandem/v1/generation.proto\x12\ttandem.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xb0\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seed\"\x8e\x01\n\x0eStoppingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x17\n\nignore_eos\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_ignore_eos\"\x8b\x04\n\x0fGenerateRequest\x12\x13\n\x06prompt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x17\n\nsession_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12+\n\x08stopping\x18\x06 \x01(\x0b\x32\x19.tandem.v1.StoppingParams\x12\x34\n\x10speculation_mode\x18\x07 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x1a\n\x12return_step_timing\x18\x08 \x01(\x08\x12\x18\n\x10return_log_probs\x18\t \x01(\x08\x12\x1c\n\x0fmax_draft_nodes\x18\n \x01(\rH\x02\x88\x01\x01\x12\x45\n\x0etemplate_flags\x18\x0b \x03(\x0b\x32-.tandem.v1.GenerateRequest.TemplateFlagsEntry\x1a\x34\n\x12TemplateFlagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\x42\t\n\x07_promptB\r\n\x0b_session_idB\x12\n\x10_max_draft_nodes\"\x88\x01\n\nStepTiming\x12\x10\n\x08\x64raft_us\x18\x01 \x01(\r\x12\x13\n\x0btransfer_us\x18\x02 \x01(\r\x12\x11\n\tverify_us\x18\x03 \x01(\r\x12\x0f\n\x07host_us\x18\x04 \x01(\r\x12\x0c\n\x04rows\x18\x05 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x06 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x07 \x01(\r\"\xc1\x01\n\x10GenerateResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x11\n\tlog_probs\x18\x03 \x03(\x02\x12/\n\x0bstep_timing\x18\x04 \x01(\x0b\x32\x15.tandem.v1.StepTimingH\x00\x88\x01\x01\x12.\n\x05\x66inal\x18\x05 \x01(\x0b\x32\x1a.tandem.v1.GenerationFinalH\x01\x88\x01\x01\x42\x0e\n\x0c_step_timingB\x08\n\x06_final\"\x9c\x02\n\x0fGenerationFinal\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x30\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1b.tandem.v1.SpeculationStats\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12#\n\x1btime_to_first_token_seconds\x18\x07 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x08 \x01(\x01\x42\x0c\n\nstopped_by\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\"\x81\x01\n\x10SpeculationStats\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0e\n\x06\x64rafts\x18\x02 \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\"h\n\x12OpenSessionRequest\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x18\n\x0bttl_seconds\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_ttl_seconds\"=\n\x13OpenSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nexpires_at\x18\x02 \x01(\x01\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x16\n\x14\x43loseSessionResponse\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"t\n\x12GetSessionResponse\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x12\n\nexpires_at\x18\x03 \x01(\x01\x12\x0c\n\x04\x62usy\x18\x04 \x01(\x08\"\xd8\x01\n\x0fTokenizeRequest\x12\x13\n\x06prompt\x18\x01 \x01(\tH\x00\x88\x01\x01\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12\x45\n\x0etemplate_flags\x18\x03 \x03(\x0b\x32-.tandem.v1.TokenizeRequest.TemplateFlagsEntry\x1a\x34\n\x12TemplateFlagsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x08:\x02\x38\x01\x42\t\n\x07_prompt\"5\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\"\x11\n\x0fGetModelRequest\"\xc7\x02\n\x10GetModelResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x13\n\x0bmax_context\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\x33\n\x10\x64\x65\x66\x61ult_sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12<\n\x18\x64\x65\x66\x61ult_speculation_mode\x18\x06 \x01(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x35\n\x11speculation_modes\x18\x07 \x03(\x0e\x32\x1a.tandem.v1.SpeculationMode\x12\x10\n\x08\x64rafters\x18\x08 \x01(\r\x12\x0f\n\x07version\x18\t \x01(\t\x12\x17\n\x0fmax_draft_nodes\x18\n \x01(\r*\x9f\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x1a\n\x16SPECULATION_MODE_BLOCK\x10\x02\x12\x19\n\x15SPECULATION_MODE_TREE\x10\x03\x12\x19\n\x15SPECULATION_MODE_AUTO\x10\x04*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xce\x03\n\x11GenerationService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12L\n\x0bOpenSession\x12\x1d.tandem.v1.OpenSessionRequest\x1a\x1e.tandem.v1.OpenSessionResponse\x12O\n\x0c\x43loseSession\x12\x1e.tandem.v1.CloseSessionRequest\x1a\x1f.tandem.v1.CloseSessionResponse\x12I\n\nGetSession\x12\x1c.tandem.v1.GetSessionRequest\x1a\x1d.tandem.v1.GetSessionResponse\x12\x43\n\x08Tokenize\x12\x1a.tandem.v1.TokenizeRequest\x1a\x1b.tandem.v1.TokenizeResponse\x12\x43\n\x08GetModel\x12\x1a.tandem.v1.GetModelRequest\x1a\x1b.tandem.v1.GetModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SPECULATIONMODE']._serialized_start=2548
-  _globals['_SPECULATIONMODE']._serialized_end=2707
-  _globals['_FINISHREASON']._serialized_start=2709
-  _globals['_FINISHREASON']._serialized_end=2804
+  _globals['_GENERATEREQUEST_TEMPLATEFLAGSENTRY']._loaded_options = None
+  _globals['_GENERATEREQUEST_TEMPLATEFLAGSENTRY']._serialized_options = b'8\001'
+  _globals['_TOKENIZEREQUEST_TEMPLATEFLAGSENTRY']._loaded_options = None
+  _globals['_TOKENIZEREQUEST_TEMPLATEFLAGSENTRY']._serialized_options = b'8\001'
+  _globals['_SPECULATIONMODE']._serialized_start=2799
+  _globals['_SPECULATIONMODE']._serialized_end=2958
+  _globals['_FINISHREASON']._serialized_start=2960
+  _globals['_FINISHREASON']._serialized_end=3055
   _globals['_CHATMESSAGE']._serialized_start=41
   _globals['_CHATMESSAGE']._serialized_end=85
   _globals['_SAMPLINGPARAMS']._serialized_start=88
@@ -42,37 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOPPINGPARAMS']._serialized_start=267
   _globals['_STOPPINGPARAMS']._serialized_end=409
   _globals['_GENERATEREQUEST']._serialized_start=412
-  _globals['_GENERATEREQUEST']._serialized_end=810
-  _globals['_STEPTIMING']._serialized_start=813
-  _globals['_STEPTIMING']._serialized_end=949
-  _globals['_GENERATERESPONSE']._serialized_start=952
-  _globals['_GENERATERESPONSE']._serialized_end=1145
-  _globals['_GENERATIONFINAL']._serialized_start=1148
-  _globals['_GENERATIONFINAL']._serialized_end=1432
-  _globals['_USAGE']._serialized_start=1434
-  _globals['_USAGE']._serialized_end=1521
-  _globals['_SPECULATIONSTATS']._serialized_start=1524
-  _globals['_SPECULATIONSTATS']._serialized_end=1653
-  _globals['_OPENSESSIONREQUEST']._serialized_start=1655
-  _globals['_OPENSESSIONREQUEST']._serialized_end=1759
-  _globals['_OPENSESSIONRESPONSE']._serialized_start=1761
-  _globals['_OPENSESSIONRESPONSE']._serialized_end=1822
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1824
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=1865
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1867
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=1889
-  _globals['_GETSESSIONREQUEST']._serialized_start=1891
-  _globals['_GETSESSIONREQUEST']._serialized_end=1930
-  _globals['_GETSESSIONRESPONSE']._serialized_start=1932
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2048
-  _globals['_TOKENIZEREQUEST']._serialized_start=2050
-  _globals['_TOKENIZEREQUEST']._serialized_end=2141
-  _globals['_TOKENIZERESPONSE']._serialized_start=2143
-  _globals['_TOKENIZERESPONSE']._serialized_end=2196
-  _globals['_GETMODELREQUEST']._serialized_start=2198
-  _globals['_GETMODELREQUEST']._serialized_end=2215
-  _globals['_GETMODELRESPONSE']._serialized_start=2218
-  _globals['_GETMODELRESPONSE']._serialized_end=2545
-  _globals['_GENERATIONSERVICE']._serialized_start=2807
-  _globals['_GENERATIONSERVICE']._serialized_end=3269
+  _globals['_GENERATEREQUEST']._serialized_end=935
+  _globals['_GENERATEREQUEST_TEMPLATEFLAGSENTRY']._serialized_start=837
+  _globals['_GENERATEREQUEST_TEMPLATEFLAGSENTRY']._serialized_end=889
+  _globals['_STEPTIMING']._serialized_start=938
+  _globals['_STEPTIMING']._serialized_end=1074
+  _globals['_GENERATERESPONSE']._serialized_start=1077
+  _globals['_GENERATERESPONSE']._serialized_end=1270
+  _globals['_GENERATIONFINAL']._serialized_start=1273
+  _globals['_GENERATIONFINAL']._serialized_end=1557
+  _globals['_USAGE']._serialized_start=1559
+  _globals['_USAGE']._serialized_end=1646
+  _globals['_SPECULATIONSTATS']._serialized_start=1649
+  _globals['_SPECULATIONSTATS']._serialized_end=1778
+  _globals['_OPENSESSIONREQUEST']._serialized_start=1780
+  _globals['_OPENSESSIONREQUEST']._serialized_end=1884
+  _globals['_OPENSESSIONRESPONSE']._serialized_start=1886
+  _globals['_OPENSESSIONRESPONSE']._serialized_end=1947
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1949
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=1990
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=1992
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2014
+  _globals['_GETSESSIONREQUEST']._serialized_start=2016
+  _globals['_GETSESSIONREQUEST']._serialized_end=2055
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2057
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2173
+  _globals['_TOKENIZEREQUEST']._serialized_start=2176
+  _globals['_TOKENIZEREQUEST']._serialized_end=2392
+  _globals['_TOKENIZEREQUEST_TEMPLATEFLAGSENTRY']._serialized_start=837
+  _globals['_TOKENIZEREQUEST_TEMPLATEFLAGSENTRY']._serialized_end=889
+  _globals['_TOKENIZERESPONSE']._serialized_start=2394
+  _globals['_TOKENIZERESPONSE']._serialized_end=2447
+  _globals['_GETMODELREQUEST']._serialized_start=2449
+  _globals['_GETMODELREQUEST']._serialized_end=2466
+  _globals['_GETMODELRESPONSE']._serialized_start=2469
+  _globals['_GETMODELRESPONSE']._serialized_end=2796
+  _globals['_GENERATIONSERVICE']._serialized_start=3058
+  _globals['_GENERATIONSERVICE']._serialized_end=3520
 # @@protoc_insertion_point(module_scope)

@@ -224,6 +224,26 @@ class GenerateRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TemplateFlagsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bool
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PROMPT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
@@ -234,6 +254,7 @@ class GenerateRequest(_message.Message):
     RETURN_STEP_TIMING_FIELD_NUMBER: _builtins.int
     RETURN_LOG_PROBS_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FLAGS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Raw text, encoded as it is: no chat template, no added special tokens. Text that spells a special token stays
     text here as in messages; token_ids can hold special tokens.
@@ -264,6 +285,12 @@ class GenerateRequest(_message.Message):
     def stopping(self) -> Global___StoppingParams:
         """When to stop."""
 
+    @_builtins.property
+    def template_flags(self) -> _containers.ScalarMap[_builtins.str, _builtins.bool]:
+        """Variables for the chat template, such as "thinking": only those that the target's template reads, and only with
+        messages. In a session they hold for this request.
+        """
+
     def __init__(
         self,
         *,
@@ -277,10 +304,11 @@ class GenerateRequest(_message.Message):
         return_step_timing: _builtins.bool = ...,
         return_log_probs: _builtins.bool = ...,
         max_draft_nodes: _builtins.int | None = ...,
+        template_flags: _abc.Mapping[_builtins.str, _builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "_prompt", b"_prompt", "_session_id", b"_session_id", "max_draft_nodes", b"max_draft_nodes", "prompt", b"prompt", "sampling", b"sampling", "session_id", b"session_id", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "_prompt", b"_prompt", "_session_id", b"_session_id", "max_draft_nodes", b"max_draft_nodes", "messages", b"messages", "prompt", b"prompt", "return_log_probs", b"return_log_probs", "return_step_timing", b"return_step_timing", "sampling", b"sampling", "session_id", b"session_id", "speculation_mode", b"speculation_mode", "stopping", b"stopping", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes", "_prompt", b"_prompt", "_session_id", b"_session_id", "max_draft_nodes", b"max_draft_nodes", "messages", b"messages", "prompt", b"prompt", "return_log_probs", b"return_log_probs", "return_step_timing", b"return_step_timing", "sampling", b"sampling", "session_id", b"session_id", "speculation_mode", b"speculation_mode", "stopping", b"stopping", "template_flags", b"template_flags", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_nodes: _TypeAlias = _typing.Literal["max_draft_nodes"]  # noqa: Y015
     _WhichOneofArgType__max_draft_nodes: _TypeAlias = _typing.Literal["_max_draft_nodes", b"_max_draft_nodes"]  # noqa: Y015
@@ -683,23 +711,49 @@ class TokenizeRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TemplateFlagsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bool
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bool = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PROMPT_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_FLAGS_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """Raw text."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """A conversation, rendered with the chat template."""
 
+    @_builtins.property
+    def template_flags(self) -> _containers.ScalarMap[_builtins.str, _builtins.bool]:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
         prompt: _builtins.str | None = ...,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        template_flags: _abc.Mapping[_builtins.str, _builtins.bool] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt", b"_prompt", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt", b"_prompt", "messages", b"messages", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt", b"_prompt", "messages", b"messages", "prompt", b"prompt", "template_flags", b"template_flags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt: _TypeAlias = _typing.Literal["prompt"]  # noqa: Y015
     _WhichOneofArgType__prompt: _TypeAlias = _typing.Literal["_prompt", b"_prompt"]  # noqa: Y015

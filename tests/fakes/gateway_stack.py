@@ -49,13 +49,16 @@ async def eventually(condition: Callable[[], object], seconds: float = 5.0) -> N
 
 @contextlib.asynccontextmanager
 async def gateway_stack(
-    verifier: FakeVerifier | None = None, generation_config: dict[str, Any] | None = None, **section: Any
+    verifier: FakeVerifier | None = None,
+    generation_config: dict[str, Any] | None = None,
+    write_target: Callable[..., object] = tokenizers.write_target,
+    **section: Any,
 ) -> AsyncIterator[GatewayStack]:
     """A ready stack; `section` are keys of the config's `gateway:` section."""
     verifier = verifier or FakeVerifier()
     await verifier.start()
     with tempfile.TemporaryDirectory() as folder:
-        tokenizers.write_target(Path(folder), **generation_config or {})
+        write_target(Path(folder), **generation_config or {})
         section = {"listen": "127.0.0.1:0", "verifier": f"127.0.0.1:{verifier.port}", **section}
         config = StackConfig.model_validate({"target": folder, "gateway": section}, context={"base": Path(folder)})
         gateway = Gateway(config, poll_seconds=0.05)

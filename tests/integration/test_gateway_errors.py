@@ -65,6 +65,13 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"max_draft_nodes": 17, "speculation_mode": "tree"}, "max_draft_nodes", r"must be in \[1, 16\].*is 17"),
     ({"max_draft_nodes": 17, "speculation_mode": "off"}, "max_draft_nodes", r"must be in \[1, 16\].*is 17"),
     ({"max_draft_nodes": -1}, "max_draft_nodes", r"must be in \[0, 2\^32\), is -1"),
+    ({"template_flags": {"thinking": True}}, "template_flags", "is for messages"),
+    ({"template_flags": {"thinking": 1}}, "template_flags", "'thinking' must be a bool, is 1"),
+    (
+        {"prompt": [Message("user", "x")], "template_flags": {"thinking": True}},
+        "template_flags",
+        "does not read 'thinking'; it reads: none",
+    ),
     ({"prompt": "x", "session_id": "s"}, "prompt", "cannot be added to a session; use messages"),
     ({"prompt": [3], "session_id": "s"}, "token_ids", "cannot be added to a session; use messages"),
 ]
