@@ -3,13 +3,15 @@ PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TARGET := models/smollm2-135m-instruct
+# The same, upcycled to a mixture of experts.
+MIXTURE := $(TARGET)-8x
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 # What `make figures` draws. Several bench files, of different --max-draft-nodes, give acceptance against budget.
 BENCHES ?= bench.json
 VERIFY_COST ?= bench-verify-cost.json
 SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
-.PHONY: setup model demo lossless test test-fast lint types protos check-protos bench verify-cost figures clean
+.PHONY: setup model demo demo-ep8 lossless test test-fast lint types protos check-protos bench verify-cost figures clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -27,6 +29,12 @@ $(TARGET)/config.json: | setup
 
 demo: setup model
 	$(BIN)/tandem demo --config configs/demo.yaml
+
+$(MIXTURE)/config.json: | model
+	$(BIN)/tandem models prepare --upcycle-experts 8 --output $(MIXTURE)
+
+demo-ep8: setup $(MIXTURE)/config.json
+	$(BIN)/python -m benchmarks.demo_ep8 --config configs/demo-ep8.yaml --dense $(TARGET)
 
 bench: setup model
 	$(BIN)/tandem bench --config configs/demo.yaml --concurrency 1,2,4,8,16,32 \
@@ -72,4 +80,10 @@ check-protos: setup
 	diff -r -x '__pycache__' -x '__init__.py' build/stubs/tandem/v1 tandem/v1
 
 clean:
-	rm -rf $(VENV) $(TARGET) build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TARGET) $(MIXTURE) build .mypy_cache .ruff_cache .pytest_cache
+
+# The manifests, without a cluster: rendered, validated, compared with the code.
+.PHONY: deploy-test
+deploy-test: setup
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deploy]'
+	$(BIN)/python -m pytest tests/deploy

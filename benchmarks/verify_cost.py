@@ -64,12 +64,12 @@ def load_runner(config: StackConfig, cells: Sequence[Cell]) -> "ModelRunner":
     from tandem.torch_setup import pick_device, set_threads
     from verifier_service.features import FeatureProjection
     from verifier_service.model_runner import ModelRunner
-    from verifier_service.models.llama import LlamaModel
+    from verifier_service.models.loading import load_model
 
     section = config.verifier
     set_threads(section.threads)
     device, dtype = pick_device(section.device, "verifier.device"), getattr(torch, section.dtype)
-    model = LlamaModel(CheckpointFolder(config.target), dtype, device)
+    model = load_model(CheckpointFolder(config.target), dtype, device)
     features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
     blocks = max(cell.sequences * blocks_of(cell, section.kv_block_tokens) for cell in cells)
     return ModelRunner(model, features, blocks + 1, section.kv_block_tokens, device)

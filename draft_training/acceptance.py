@@ -18,7 +18,7 @@ from tandem.config import DrafterConfig
 from tandem.draft_tree import Draft, walk
 from tandem.speculation import DraftShape
 from verifier_service.features import FeatureProjection
-from verifier_service.models.llama import LlamaConfig
+from verifier_service.models.target_config import TargetConfig
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class DflashSource:
     """The draft model as the drafter service runs it, with the verifier's feature projection."""
 
     def __init__(
-        self, folder: Path, target: Path, target_config: LlamaConfig, dtype: torch.dtype, device: torch.device
+        self, folder: Path, target: Path, target_config: TargetConfig, dtype: torch.dtype, device: torch.device
     ):
         """StartupError names the file and key or tensor that is wrong."""
         self._model = DraftModel.load(folder, target, dtype, device)

@@ -14,7 +14,7 @@ from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.loading import load_model
 
 
 def evaluate_folder(
@@ -32,7 +32,7 @@ def evaluate_folder(
     if not asked:
         raise StartupError(f"{prompts}: holds no prompts")
     device = pick_device("auto", "device")
-    model = LlamaModel(CheckpointFolder(target), dtype, device)
+    model = load_model(CheckpointFolder(target), dtype, device)
     source = DflashSource(draft_model, target, model.config, dtype, device)
     answers = record_answers(
         model,

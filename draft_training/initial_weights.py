@@ -27,11 +27,11 @@ def copy_last_layers(network: DraftNetwork, target: CheckpointFolder, layers: in
     """Draft layer i of n begins as layer `layers` - n + i of the target, as far as that has tensors of the same name
     and shape; the others keep their random start."""
     first = layers - network.config.num_hidden_layers
-    same_mlp = network.config.intermediate_size == target.config["intermediate_size"]
+    same_mlp = network.config.intermediate_size == target.text_config["intermediate_size"]
     for name, tensor in network.state_dict().items():
         if not name.startswith("layers.") or first < 0 or (".mlp." in name and not same_mlp):
             continue
         number, _, rest = name.removeprefix("layers.").partition(".")
-        source = f"model.layers.{first + int(number)}.{rest}"
+        source = f"{target.text_prefix}model.layers.{first + int(number)}.{rest}"
         if source in target:
             tensor.copy_(target.tensor(source, tuple(tensor.shape), torch.float32))

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from verifier_service.models.llama import ForwardBatch, LlamaModel
+from verifier_service.models.target_model import ForwardBatch, TargetModel
 
 
 def prefill(
-    model: LlamaModel, sequences: Sequence[Sequence[int]], kv: list[torch.Tensor], tap_layers: tuple[int, ...]
+    model: TargetModel, sequences: Sequence[Sequence[int]], kv: list[torch.Tensor], tap_layers: tuple[int, ...]
 ) -> list[torch.Tensor]:
     """Taps and final hidden state of every token: per sequence [tokens, (tapped layers + 1) * hidden_size].
 
@@ -21,17 +21,17 @@ def prefill(
     ends = torch.tensor(lengths).cumsum(0).tolist()
     spans = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
-    def attend(q: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    def attend(q: torch.Tensor, pool: torch.Tensor, scale: float) -> torch.Tensor:
         rows = pool.flatten(0, 1)
         out = torch.empty_like(q)
         for start, end in spans:
             queries = q[start:end].transpose(0, 1)
-            keys, values = rows[start:end, 0].transpose(0, 1), rows[start:end, 1].transpose(0, 1)
+            keys, values = rows[start:end, 0].transpose(0, 1), rows[start:end, -1].transpose(0, 1)
             groups = queries.shape[0] // keys.shape[0]
             folded = queries.view(keys.shape[0], groups, *queries.shape[1:])
             # Heads of one group are a batch over the same keys.
             keys, values = (t[:, None].expand(-1, groups, -1, -1) for t in (keys, values))
-            attended = F.scaled_dot_product_attention(folded, keys, values, is_causal=True)
+            attended = F.scaled_dot_product_attention(folded, keys, values, is_causal=True, scale=scale)
             out[start:end] = attended.flatten(0, 1).transpose(0, 1)
         return out.flatten(1)
 
@@ -49,7 +49,7 @@ def prefill(
 class TapComputer:
     """Computes rows of conversations, as many at once as fit into `max_rows`."""
 
-    def __init__(self, model: LlamaModel, tap_layers: tuple[int, ...], device: torch.device, max_rows: int = 2048):
+    def __init__(self, model: TargetModel, tap_layers: tuple[int, ...], device: torch.device, max_rows: int = 2048):
         self._model = model
         self._tap_layers = tap_layers
         self._max_rows = max_rows
@@ -70,5 +70,5 @@ class TapComputer:
     def _run(self, batch: list[Sequence[int]]) -> list[torch.Tensor]:
         shape = self._model.kv_shape(1, sum(map(len, batch)))
         pool = torch.empty(shape, dtype=self._model.dtype, device=self._device)
-        rows = prefill(self._model, batch, [pool] * self._model.config.layers, self._tap_layers)
+        rows = prefill(self._model, batch, [pool] * self._model.layers, self._tap_layers)
         return [r.to("cpu", torch.bfloat16) for r in rows]

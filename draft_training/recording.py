@@ -8,7 +8,7 @@ import torch
 from draft_training.acceptance import Answer
 from draft_training.slot_decoder import SlotDecoder
 from tandem.sampling import SamplingParams
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.target_model import TargetModel
 from verifier_service.sampler import sample
 
 _MOST_AT_ONCE = 64
@@ -16,7 +16,7 @@ _MOST_AT_ONCE = 64
 
 @torch.inference_mode()
 def record_answers(
-    model: LlamaModel,
+    model: TargetModel,
     prompts: Sequence[tuple[str, list[int]]],
     tap_layers: tuple[int, ...],
     eos: frozenset[int],
@@ -34,7 +34,7 @@ def record_answers(
 
 
 def _record(
-    model: LlamaModel,
+    model: TargetModel,
     prompts: Sequence[tuple[str, list[int]]],
     tap_layers: tuple[int, ...],
     eos: frozenset[int],

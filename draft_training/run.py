@@ -29,7 +29,9 @@ from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device, set_threads
-from verifier_service.models.llama import LlamaConfig, LlamaModel
+from verifier_service.models.architectures import read_config
+from verifier_service.models.loading import load_model
+from verifier_service.models.target_config import TargetConfig
 
 CARD_TREES = (8, 16, 32, 64)
 _DATA_SHARE = 0.4
@@ -158,7 +160,7 @@ def data_minutes(config: TrainConfig, minutes: float | None) -> float | None:
 
 
 def _record(config: TrainConfig, conversations_file: Path, taps_file: Path, device: torch.device) -> None:
-    model = LlamaModel(CheckpointFolder(config.target), getattr(torch, config.dtype), device)
+    model = load_model(CheckpointFolder(config.target), getattr(torch, config.dtype), device)
     prompts = list(read_prompts(config.data.held_out_prompts, TargetTokenizer.load(config.target)))
     answers = record_answers(
         model,
@@ -179,6 +181,5 @@ def _record(config: TrainConfig, conversations_file: Path, taps_file: Path, devi
     write_shard(conversations_file, [Conversation(a.ids, a.answer_start, True, a.group) for a in kept])
 
 
-def _target_config(config: TrainConfig) -> LlamaConfig:
-    folder = CheckpointFolder(config.target)
-    return LlamaConfig.from_json(folder.config, str(config.target / "config.json"))
+def _target_config(config: TrainConfig) -> TargetConfig:
+    return read_config(CheckpointFolder(config.target))

@@ -25,7 +25,7 @@ from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
 from tandem.speculation import DraftShape
-from verifier_service.models.llama import LlamaConfig
+from verifier_service.models.architectures import read_config
 
 _SHORT_BLOCK, _MIDDLE_BLOCK = 8, 10
 
@@ -41,10 +41,10 @@ class Trainer:
         self._device = device
         self._data = config.run / "data"
         target = CheckpointFolder(config.target)
-        self._target_config = LlamaConfig.from_json(target.config, str(config.target / "config.json"))
+        self._target_config = read_config(target)
         hidden, vocab = self._target_config.hidden_size, self._target_config.vocab_size
         self._shape = TapShape(len(config.draft.target_layer_ids), hidden)
-        self._draft_json = draft_config_json(config.draft, target.config)
+        self._draft_json = draft_config_json(config.draft, target.text_config)
 
         checkpoint = read_checkpoint(config.run, self._draft_json)
         self.progress = checkpoint.progress if checkpoint else Progress()
@@ -58,10 +58,10 @@ class Trainer:
                 "(training.batch_conversations x training.accumulation)"
             )
 
-        embedding = target.tensor("model.embed_tokens.weight", (vocab, hidden), torch.float32)
-        tied = self._target_config.tied_head
-        head = embedding if tied else target.tensor("lm_head.weight", (vocab, hidden), torch.float32)
-        norm = target.tensor("model.norm.weight", (hidden,), torch.float32)
+        prefix, tied = target.text_prefix, self._target_config.tied_head
+        embedding = target.tensor(f"{prefix}model.embed_tokens.weight", (vocab, hidden), torch.float32)
+        head = embedding if tied else target.tensor(f"{prefix}lm_head.weight", (vocab, hidden), torch.float32)
+        norm = target.tensor(f"{prefix}model.norm.weight", (hidden,), torch.float32)
         count = config.draft.draft_vocab_size
         if checkpoint:
             self._tokens, tap_scale = checkpoint.tokens, checkpoint.tap_scale

@@ -28,7 +28,7 @@ from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
 from tandem.errors import StartupError
 from tandem.logs import setup_logging
 from tandem.torch_setup import pick_device
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.loading import load_model
 
 logger = logging.getLogger("draft_training")
 
@@ -45,7 +45,7 @@ class DataWriter:
         self._folder = config.run / "data"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._device = pick_device(config.device, "device")
-        self._model = LlamaModel(CheckpointFolder(config.target), getattr(torch, config.dtype), self._device)
+        self._model = load_model(CheckpointFolder(config.target), getattr(torch, config.dtype), self._device)
         self._tokenizer = TargetTokenizer.load(config.target)
         self._eos = frozenset(eos_token_ids(config.target))
 

@@ -179,17 +179,18 @@ def _target_rows(
         ("hidden_size", "hidden_size", config.hidden_size),
         ("num_target_layers", "num_hidden_layers", config.num_target_layers),
     ):
-        targets = target.config.get(target_key)
+        targets = target.text_config.get(target_key)
         if value is not None and value != targets:
             raise StartupError(
                 f"{draft_folder / 'config.json'}: {key}: is {value}, but the target has {target_key} {targets} "
                 f"({target.path / 'config.json'}): this draft model belongs to another target"
             )
     shape = (config.vocab_size, config.hidden_size)
-    embedding = target.tensor("model.embed_tokens.weight", shape, dtype).to(device)
-    if target.config.get("tie_word_embeddings", "lm_head.weight" not in target):
+    head = f"{target.text_prefix}lm_head.weight"
+    embedding = target.tensor(f"{target.text_prefix}model.embed_tokens.weight", shape, dtype).to(device)
+    if target.text_config.get("tie_word_embeddings", head not in target):
         return embedding, embedding
-    return embedding, target.tensor("lm_head.weight", shape, dtype).to(device)
+    return embedding, target.tensor(head, shape, dtype).to(device)
 
 
 def _draft_tokens(config: DraftConfig, folder: CheckpointFolder) -> torch.Tensor | None:

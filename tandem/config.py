@@ -47,6 +47,13 @@ def _file(value: str | Path, info: ValidationInfo) -> Path:
     return path
 
 
+def _new_file(value: str | Path, info: ValidationInfo) -> Path:
+    path = _path(value, info)
+    if not path.parent.is_dir():
+        raise ValueError(f"no folder {path.parent}")
+    return path
+
+
 def _path(value: str | Path, info: ValidationInfo) -> Path:
     base = (info.context or {}).get("base", Path())
     return (base / Path(value).expanduser()).resolve()
@@ -55,6 +62,7 @@ def _path(value: str | Path, info: ValidationInfo) -> Path:
 Address = Annotated[str, AfterValidator(_address)]
 ModelFolder = Annotated[Path, AfterValidator(_folder)]
 InputFile = Annotated[Path, AfterValidator(_file)]
+OutputFile = Annotated[Path, AfterValidator(_new_file)]
 OutputFolder = Annotated[Path, AfterValidator(_path)]
 Config = TypeVar("Config", bound=BaseModel)
 Device = Literal["auto", "cpu", "cuda"]
@@ -81,7 +89,7 @@ class _ComputeSection(_ServiceSection):
     dtype: Dtype = "bfloat16"
     """Of weights, KV and features."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads for torch; unset takes all cores."""
+    """CPU threads for torch; unset takes all cores. Of a target over several ranks: of each; unset shares the cores."""
     omp_spin_count: int = Field(default=20000, ge=0)
     """GOMP_SPINCOUNT: how long idle OpenMP threads spin. Libgomp's own default starves processes that share cores;
     measured in docs/architecture.md."""
@@ -105,12 +113,40 @@ class GatewayConfig(_ServiceSection):
     """Default time without use after which a session is forgotten."""
 
 
+class ParallelConfig(_Section):
+    """The `verifier.parallel:` section: how the target is split over processes (ranks)."""
+
+    ep: int = Field(default=1, ge=1)
+    """Ranks in all. Experts of a mixture are split over them."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks that attention, dense layers and the head are split over: 1 (each has all of them) or as many as ep."""
+    experts: Literal["whole", "cut"] = "whole"
+    """whole: a rank has some experts. cut: every rank has a part of every expert."""
+    placement: InputFile | None = None
+    """Which rank has which experts, as `tandem experts plan` writes it; unset is in order of ids."""
+    expert_loads: OutputFile | None = None
+    """Where to write how many tokens each expert got, every minute and at the end, for `tandem experts plan`."""
+
+    @model_validator(mode="after")
+    def _tp_is_one_or_all(self) -> "ParallelConfig":
+        if self.tp not in (1, self.ep):
+            raise ValueError(f"tp must be 1 or ep, which is {self.ep}; is {self.tp}")
+        return self
+
+    @model_validator(mode="after")
+    def _cut_experts_have_no_place(self) -> "ParallelConfig":
+        if self.placement and self.experts == "cut":
+            raise ValueError("placement does not apply to experts: cut, every rank has a part of each")
+        return self
+
+
 class VerifierConfig(_ComputeSection):
     """The `verifier:` section."""
 
     listen: Address = "127.0.0.1:7601"
     name: str = "verifier"
     """For logs and drafters."""
+    parallel: ParallelConfig = ParallelConfig()
     speculation_mode: Annotated[Literal["off", "block", "tree", "auto"], BeforeValidator(_yaml_off)] = "auto"
     """What requests that name no mode get. auto: each step what pays most at that moment."""
     max_draft_nodes: int = Field(default=32, ge=1, le=256)
@@ -206,6 +242,18 @@ class StackConfig(_Section):
 def load_config(path: str | Path) -> StackConfig:
     """Read and check a config file; StartupError with one line per wrong key."""
     return read_config(Path(path), StackConfig)
+
+
+def with_ranks(config: StackConfig, ep: int | None, tp: int | None) -> StackConfig:
+    """The config with these in place of verifier.parallel's, where given. StartupError if they do not fit."""
+    verifier = config.verifier
+    changes = {key: value for key, value in (("ep", ep), ("tp", tp)) if value is not None}
+    try:
+        parallel = ParallelConfig.model_validate({**verifier.parallel.model_dump(), **changes})
+    except ValidationError as error:
+        lines = (_describe(e) for e in error.errors(include_url=False))
+        raise StartupError("\n".join(f"--ep, --tp: {line}" for line in lines)) from None
+    return config.model_copy(update={"verifier": verifier.model_copy(update={"parallel": parallel})})
 
 
 def read_config(path: Path, kind: type[Config]) -> Config:

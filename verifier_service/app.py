@@ -3,29 +3,35 @@
 import asyncio
 import gc
 import logging
+import os
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-import torch
 from prometheus_client import CollectorRegistry
 
 from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids, fingerprint
+from tandem.checkpoints.progress import loading_progress
 from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
 from tandem.rpc import Health, bind, server_options, wait_for_signal
 from tandem.speculation import SpeculationMode
-from tandem.torch_setup import pick_device, set_threads
 from tandem.v1 import speculation_pb2_grpc, verification_pb2_grpc
 from verifier_service.drafting import Drafting, DraftLimits
 from verifier_service.engine import Engine
+from verifier_service.expert_load import ExpertLoad
 from verifier_service.features import FeatureProjection
 from verifier_service.kv_cache import KvCache
+from verifier_service.loads_file import LoadsFile
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.model_runner import ModelRunner
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.architectures import read_config
+from verifier_service.parallel.launch import ONLY, Member
+from verifier_service.parallel.links import Followers, RankLost
+from verifier_service.parallel.step_message import pack
 from verifier_service.scheduler import Scheduler
 from verifier_service.servicer import VerifierInfo, VerifierServicer
 from verifier_service.speculation.controller import SpeculationController
@@ -33,14 +39,19 @@ from verifier_service.speculation.costs import StepCosts, StepCurve
 from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.speculation.warm_up import StepLimits, measure_steps, timed_steps
 from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
+from verifier_service.target_part import TargetPart, load_part
 
 logger = logging.getLogger(__name__)
 
 SERVICES = ["tandem.v1.VerifierService", "tandem.v1.SpeculationService"]
 
 
-async def run_verifier(config: StackConfig) -> None:
-    """Serve until SIGTERM or SIGINT.
+_END_SECONDS = 5.0
+"""What other ranks may take to end, and this one when another is lost."""
+
+
+async def run_verifier(config: StackConfig, member: Member = ONLY) -> None:
+    """Serve until SIGTERM or SIGINT, as rank 0 of the target's ranks. Exits 1 when one of them dies.
 
     All torch work, loading included, is done by one thread: a second thread that ever ran a parallel region keeps an
     OpenMP pool of its own, and with more OpenMP threads than cores libgomp stops spinning (measured: steps of the demo
@@ -55,15 +66,32 @@ async def run_verifier(config: StackConfig) -> None:
 
     loop = asyncio.get_running_loop()
     compute = ThreadPoolExecutor(1, "engine")
-    engine, info, speculation = await loop.run_in_executor(compute, build, config, registry)
+    followers = Followers(member.links, member.pids) if member.size > 1 else None
+    if followers:
+        followers.on_lost(_end_anyway)
+    try:
+        engine, info, speculation = await loop.run_in_executor(compute, build, config, registry, member, followers)
+    except BaseException as problem:
+        if followers:
+            followers.stop(grace_seconds=0.0)
+        if isinstance(problem, RankLost):
+            raise StartupError(f"rank {problem.rank}: {problem.reason}") from None
+        raise
     verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
     speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
     # What was loaded lives as long as the process: collections need not look at it.
     gc.freeze()
     running = loop.run_in_executor(compute, engine.run)
+    if followers:
+        followers.on_lost(engine.fail)
     await server.start()
     await health.set_ready(True)
     logger.info("serving %s at %s, context %d, %s", info.model, section.listen, info.max_context, info.dtype)
+
+    loads = None
+    if engine.experts and section.parallel.expert_loads:
+        loads = LoadsFile(section.parallel.expert_loads, info.model, engine.experts)
+        keeping = asyncio.create_task(loads.keep())
 
     stopping = asyncio.create_task(wait_for_signal())
     await asyncio.wait({stopping, running}, return_when=asyncio.FIRST_COMPLETED)
@@ -73,30 +101,50 @@ async def run_verifier(config: StackConfig) -> None:
         await _drain(engine, section.shutdown_grace_seconds)
         engine.stop()
     await asyncio.wait({running})
+    if loads:
+        keeping.cancel()
+        loads.save()
     await server.stop(0.5)
-    if error := running.exception():
-        logger.critical("the engine's loop failed; the verifier cannot go on", exc_info=error)
+    error = running.exception()
+    if followers:
+        followers.stop(grace_seconds=0.0 if error else _END_SECONDS)
+    if error:
+        if not isinstance(error, RankLost):
+            logger.critical("the engine's loop failed; the verifier cannot go on", exc_info=error)
         sys.exit(1)
 
 
-def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, VerifierInfo, SpeculationInfo | None]:
-    """Load the models and put the engine together."""
+def build(
+    config: StackConfig, registry: CollectorRegistry, member: Member = ONLY, followers: Followers | None = None
+) -> tuple[Engine, VerifierInfo, SpeculationInfo | None]:
+    """Load the models and put the engine together. RankLost if one of the followers cannot do its part."""
     section = config.verifier
-    set_threads(section.threads)
-    device, dtype = pick_device(section.device, "verifier.device"), getattr(torch, section.dtype)
     started = time.perf_counter()
-    folder = CheckpointFolder(config.target)
-    model = LlamaModel(folder, dtype, device)
+    shape = read_config(CheckpointFolder(config.target))
+    if section.parallel.expert_loads and shape.mixture is None:
+        raise StartupError(f"verifier.parallel.expert_loads: {config.target} has no mixture of experts")
+    with loading_progress(config.target.name, shape.layers) as progress:
+        part = load_part(config, member, progress)
+    model, device, dtype = part.model, part.device, part.model.dtype
     features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
-    runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device)
+    tell_ranks = None
+    if followers:
+        assert part.group
+        followers.on_lost(part.group.abort)
+        followers.wait_until_ready()
+        tell_ranks = lambda step: followers.send(pack(step))  # noqa: E731
+    runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device, tell_ranks)
     block_size = features.config.block_size if features else config.drafter.ngram_block_size
     runner.warm_up(block_size if config.speculates else 1)
     logger.info("loaded %s in %.1fs", config.target.name, time.perf_counter() - started)
 
-    wanted = section.max_context or model.config.max_positions
-    if wanted > model.config.max_positions:
-        raise StartupError(f"verifier.max_context: must be at most the target's {model.config.max_positions}")
+    wanted = section.max_context or model.max_positions
+    if wanted > model.max_positions:
+        raise StartupError(f"verifier.max_context: must be at most the target's {model.max_positions}")
     metrics = VerifierMetrics(registry)
+    metrics.ranks.set(member.size)
+    if followers:
+        followers.on_lost(metrics.count_rank_failure)
     kv = KvCache(section.kv_blocks, section.kv_block_tokens)
     max_context = min(wanted, kv.total * section.kv_block_tokens)
     if max_context < wanted:
@@ -118,13 +166,13 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
         overlap=section.overlap_drafting,
         budget=planner.budget,
     )
-    engine = Engine(scheduler, runner, drafting, planner, metrics)
+    engine = Engine(scheduler, runner, drafting, planner, metrics, _expert_load(config, part))
     metrics.observe_load(engine.load)
 
     info = VerifierInfo(
         model=config.target.name,
         max_context=max_context,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.vocab_size,
         eos_token_ids=eos_token_ids(config.target),
         speculation_modes=list(SpeculationMode) if config.speculates else [SpeculationMode.OFF],
         default_speculation_mode=SpeculationMode(section.speculation_mode if config.speculates else "off"),
@@ -139,7 +187,7 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
         draft_model_fingerprint=info.draft_model_fingerprint,
         block_size=block_size,
         max_draft_nodes=section.max_draft_nodes,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.vocab_size,
         target_layer_ids=tuple(features.config.target_layer_ids) if features else (),
         hidden_size=features.config.hidden_size if features else 0,
         dtype=section.dtype,
@@ -147,6 +195,15 @@ def build(config: StackConfig, registry: CollectorRegistry) -> tuple[Engine, Ver
         max_context=max_context,
     )
     return engine, info, speculation
+
+
+def _expert_load(config: StackConfig, part: TargetPart) -> ExpertLoad | None:
+    mixture, parallel = part.model.config.mixture, config.verifier.parallel
+    if mixture is None:
+        return None
+    cut = parallel.experts == "cut"
+    layers = sorted(mixture.layers)
+    return ExpertLoad(layers, mixture.experts, part.model.expert_bytes, parallel.ep, cut, part.placement)
 
 
 def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> StepCurve:
@@ -164,6 +221,14 @@ def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> 
     points = ", ".join(f"{r}: {s * 1e3:.1f}" for r, s in zip(curve.rows, curve.seconds, strict=True))
     logger.info("measured steps in %.1fs; ms by rows: %s", time.perf_counter() - started, points)
     return curve
+
+
+def _end_anyway(lost: RankLost) -> None:
+    """A thread that hangs in a collective, or loads, cannot be ended in order."""
+    logger.critical("rank %d is gone: %s; the verifier cannot go on", lost.rank, lost.reason)
+    timer = threading.Timer(_END_SECONDS, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _drain(engine: Engine, seconds: float) -> None:

@@ -7,7 +7,7 @@ keys and values are never expanded. A chain is causal; a node of a tree sees the
 A row's result has the bits of the plain decode row with the same tokens, measured with torch's CPU kernel (AVX-512):
 
 - fp32: without exception up to 1,300 tokens, if the kv length is padded to a multiple of the key tile below, the last
-  query block is never a single row, and a tree's keys lie as `tree_layout` says;
+  query block has queries enough for the head width (see _min_queries), and a tree's keys lie as `tree_layout` says;
 - bf16: nearly, with keys in slot order. Of a layer's rows 1 (blocks) to 3 (trees) in 1,000 differ, in one element by
   one rounding; from 384 to 512 tokens, 1 in 100. What differs spreads through the layers above: of a 30-layer target's
   logits 94 % of a tree's rows were equal up to 330 tokens and 72 % up to 900, and all of the blocks' looked at. Laying
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from verifier_service.step import Segment
+from verifier_service.step import SegmentRows
 from verifier_service.tree_layout import TreeView, lay_out
 
 _KEY_TILE = {torch.float32: 512}
@@ -34,6 +34,13 @@ _NODE_TILE = {torch.float32: 256}
 """Keys the matrix product sums in one go."""
 _MANY_ROWS = 32
 _QUERY_BLOCK = 32
+"""Queries the kernel takes at once, or multiples of it."""
+
+
+def _min_queries(head_dim: int, dtype: torch.dtype) -> int:
+    """Queries of a block from which on their number does not change a query's bits: measured for head widths of 16 to
+    1024. Below, the matrix product takes another way."""
+    return min(16, max(1, head_dim // 24) + 1) if dtype == torch.float32 else 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class AttentionGroup:
 @dataclass(frozen=True)
 class _Member:
     first_row: int
-    segment: Segment
+    segment: SegmentRows
     view: TreeView | None
     """None: all rows, causal."""
 
@@ -74,7 +81,12 @@ class _Member:
 
 
 def plan_attention(
-    segments: list[Segment], block_tokens: int, heads_per_kv_head: int, dtype: torch.dtype, device: torch.device
+    segments: list[SegmentRows],
+    block_tokens: int,
+    heads_per_kv_head: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[AttentionGroup]:
     """Group a step's segments."""
     tile = math.lcm(_KEY_TILE.get(dtype, block_tokens), block_tokens)
@@ -82,14 +94,17 @@ def plan_attention(
     first_row = 0
     for segment in segments:
         views: list[TreeView | None] = [None]
-        if not segment.is_causal:
+        if segment.parents:
             stride, node_tile = _NODE_STRIDE.get(dtype, 1), _NODE_TILE.get(dtype, 1 << 62)
             views = list(lay_out(segment.parents, segment.start, stride, node_tile))
         for view in views:
             member = _Member(first_row, segment, view)
             groups.setdefault(_group_key(member, tile), []).append(member)
         first_row += segment.rows
-    return [_group(members, tile, block_tokens, heads_per_kv_head, dtype, device) for members in groups.values()]
+    fewest = _min_queries(head_dim, dtype)
+    return [
+        _group(members, tile, block_tokens, heads_per_kv_head, fewest, dtype, device) for members in groups.values()
+    ]
 
 
 def _group_key(member: _Member, tile: int) -> tuple[bool, int, int]:
@@ -99,7 +114,7 @@ def _group_key(member: _Member, tile: int) -> tuple[bool, int, int]:
     band = (-(-member.length // tile)).bit_length()
     if member.view:
         return True, rows.bit_length(), band
-    return (False, rows, band) if rows <= _MANY_ROWS else (False, 0, member.segment.sequence.id)
+    return (False, rows, band) if rows <= _MANY_ROWS else (False, 0, member.segment.sequence_id)
 
 
 def _group(
@@ -107,11 +122,12 @@ def _group(
     tile: int,
     block_tokens: int,
     heads_per_kv_head: int,
+    min_queries: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionGroup:
     rows_each = max(len(member.rows) for member in members)
-    if rows_each * heads_per_kv_head % _QUERY_BLOCK == 1:
+    while 0 < rows_each * heads_per_kv_head % _QUERY_BLOCK < min_queries:
         rows_each += 1
     length = -(-max(member.length for member in members) // tile) * tile
     blocks = torch.zeros(len(members), length // block_tokens, dtype=torch.int64)
@@ -169,10 +185,11 @@ def _tree_mask(
     return hidden, (torch.tensor(columns), torch.tensor(slots)) if columns else None
 
 
-def attend(q: torch.Tensor, kv: torch.Tensor, groups: list[AttentionGroup]) -> torch.Tensor:
+def attend(q: torch.Tensor, kv: torch.Tensor, scale: float, groups: list[AttentionGroup]) -> torch.Tensor:
     """Attention of q [rows, heads, head_dim] over kv [blocks, block_tokens, 2, kv_heads, head_dim].
 
-    Returns [rows, heads * head_dim]. Rows in no group (padding) are zero.
+    Latent KV [blocks, block_tokens, 1, 1, head_dim] serves as keys and values at once: torch's CPU kernel takes only
+    values as wide as the keys. Returns [rows, heads * head_dim]. Rows in no group (padding) are zero.
     """
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[3]
@@ -181,12 +198,13 @@ def attend(q: torch.Tensor, kv: torch.Tensor, groups: list[AttentionGroup]) -> t
         n, each = group.members, group.rows_each
         picked = q[: n * each] if group.rows is None else q.index_select(0, group.rows)
         folded = picked.view(n, each, kv_heads, -1, head_dim).transpose(1, 2).reshape(n, kv_heads, -1, head_dim)
-        gathered = kv.index_select(0, group.blocks).view(-1, 2, kv_heads, head_dim)
+        gathered = kv.index_select(0, group.blocks).flatten(0, 1)
         if group.moved:
             columns, slots = group.moved
             gathered.index_copy_(0, columns, kv.flatten(0, 1).index_select(0, slots))
-        k, v = gathered.view(n, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)
-        result = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask)
+        keys_and_values = gathered.unflatten(0, (n, -1)).permute(2, 0, 3, 1, 4)
+        k, v = keys_and_values[0], keys_and_values[-1]
+        result = F.scaled_dot_product_attention(folded, k, v, attn_mask=group.mask, scale=scale)
         results.append(result.view(n, kv_heads, each, -1, head_dim).transpose(1, 2).reshape(n * each, -1))
     if len(groups) == 1 and groups[0].rows is None:
         padding = rows - results[0].shape[0]

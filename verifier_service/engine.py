@@ -17,6 +17,7 @@ from tandem.errors import Overloaded, Unavailable, invalid
 from tandem.step_timing import StepTiming
 from verifier_service.drafters import Drafter
 from verifier_service.drafting import Drafting, DraftReply
+from verifier_service.expert_load import ExpertLoad
 from verifier_service.load import Load, RecentSteps, Totals
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.scheduler import Scheduler
@@ -59,7 +60,10 @@ class Engine:
         drafting: Drafting,
         planner: SpeculationPlanner,
         metrics: VerifierMetrics,
+        experts: ExpertLoad | None = None,
     ):
+        """experts: counts what steps ask of them, for a target that has any."""
+        self.experts = experts
         self._scheduler = scheduler
         self._runner = runner
         self._drafting = drafting
@@ -79,10 +83,14 @@ class Engine:
         self._running = True
 
     def run(self) -> None:
-        """Run sequences until stop(). A fault of the loop itself ends all sequences with Unavailable and is raised."""
+        """Run sequences until stop(). A fault of the loop itself, or a target that is Unavailable, ends all sequences
+        with Unavailable and is raised."""
         try:
             while self._running:
                 self._turn()
+        except Unavailable as error:
+            self._end_all(error)
+            raise
         except Exception:
             self._end_all(Unavailable("verifier: internal fault, restarting"))
             raise
@@ -90,6 +98,10 @@ class Engine:
     def stop(self) -> None:
         """End all sequences with Unavailable and let run() return."""
         self._commands.put(self._stop)
+
+    def fail(self, error: Unavailable) -> None:
+        """The target is gone: end all sequences with this error and let run() raise it."""
+        self._commands.put(lambda: _raise(error))
 
     def submit(self, request: SequenceRequest, sink: Sink) -> None:
         """Run a sequence. The sink is called in the engine's thread; the last emission has a finish reason or error."""
@@ -157,6 +169,8 @@ class Engine:
         started = time.perf_counter()
         try:
             result = self._runner.run(plan.segments)
+        except Unavailable:
+            raise
         except Exception as error:
             logger.exception("a step of %d sequences failed; they end", len(plan.segments))
             for segment in plan.segments:
@@ -177,7 +191,7 @@ class Engine:
         self._free_since = time.perf_counter()
         seconds = self._free_since - planned_at - self._asked_in
         self._planner.observe(plan.segments, result.verdicts, seconds)
-        self._count_step(plan, result, ended - started)
+        self._count_step(plan, result, ended - started, sum(outcome.kept for outcome in outcomes))
 
     def _observe_wait(self, used: list[PendingDraft], planned_at: float) -> None:
         """What the step's drafts cost it: asking for them, and the time without a step until they were there."""
@@ -238,14 +252,17 @@ class Engine:
         else:
             self._sinks[sequence.id](emission)
 
-    def _count_step(self, plan: StepPlan, result: StepResult, seconds: float) -> None:
+    def _count_step(self, plan: StepPlan, result: StepResult, seconds: float, tokens: int) -> None:
         prefill = any(len(s.token_ids) > 1 for s in plan.segments)
         kind = "prefill" if prefill else "verify" if any(s.nodes for s in plan.segments) else "decode"
         self._metrics.steps.labels(kind).inc()
         self._metrics.step_rows.labels(kind).inc(result.rows)
+        self._metrics.step_tokens.labels(kind).inc(tokens)
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.verify_seconds.labels(kind).observe(result.forward_seconds)
         self._metrics.sequences_per_step.observe(len(plan.segments))
+        if self.experts and result.routing is not None:
+            self._metrics.count_experts(kind, self.experts.count(result.routing))
 
     def _submit(self, request: SequenceRequest, sink: Sink) -> None:
         sequence = Sequence.from_request(self._next_id, request)
@@ -302,6 +319,10 @@ class Engine:
         self._metrics.prompt_tokens.labels("computed").inc(sequence.request.prompt_length - cached)
         del self._sequences[sequence.id], self._ids[sequence.request.request_id]
         self._sinks.pop(sequence.id)(last)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
 from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
-from verifier_service.models.llama import LlamaConfig
+from verifier_service.models.target_config import TargetConfig
 
 
 class FeatureProjection:
     """The draft model's first step, run by the verifier: hidden_norm(fc(taps)). DFlash, arXiv 2602.06036."""
 
-    def __init__(self, draft_folder: Path, target: LlamaConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(self, draft_folder: Path, target: TargetConfig, dtype: torch.dtype, device: torch.device):
         self.config = DraftConfig.load(draft_folder)
         self._check(draft_folder, target)
         folder = CheckpointFolder(draft_folder)
@@ -31,7 +31,7 @@ class FeatureProjection:
         """[rows, taps * target hidden] to [rows, hidden]."""
         return rms_norm(self._fc(taps), self._norm, self.config.rms_norm_eps)
 
-    def _check(self, folder: Path, target: LlamaConfig) -> None:
+    def _check(self, folder: Path, target: TargetConfig) -> None:
         c = self.config
         where = folder / "config.json"
         if c.vocab_size != target.vocab_size:

@@ -9,6 +9,13 @@ step time          rate(tandem_spec_predicted_step_seconds_total) / rate(tandem_
 tokens             rate(tandem_spec_expected_tokens_total) / rate(tandem_spec_emitted_tokens_total)
 draft model        rate(tandem_spec_decode_num_accepted_tokens_per_pos_total)
                      / rate(tandem_spec_drafted_mass_per_pos_total)
+
+What steps of a kind cost a mixture of experts (docs/targets.md); bytes are of expert weights, on all ranks:
+
+bytes per emitted token    rate(tandem_expert_bytes_read_total) / rate(tandem_step_tokens_total), by (kind)
+bytes per step             rate(tandem_expert_bytes_read_total) / rate(tandem_steps_total), by (kind)
+what k more rows read      verify's bytes per step less decode's; k = the same of tandem_step_rows_total
+busiest rank / mean        rate(tandem_expert_busiest_bytes_read_total) * ranks / rate(tandem_expert_bytes_read_total)
 """
 
 from collections.abc import Callable
@@ -17,7 +24,9 @@ import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.metrics import STEP_BUCKETS
+from verifier_service.expert_load import StepExperts
 from verifier_service.load import Load
+from verifier_service.parallel.links import RankLost
 
 
 class VerifierMetrics:
@@ -43,6 +52,7 @@ class VerifierMetrics:
         self.requests = counter("tandem_requests", "Sequences ended", "finish_reason")
         self.steps = counter("tandem_steps", "Steps of the target", "kind")
         self.step_rows = counter("tandem_step_rows", "Rows computed by steps, padding included", "kind")
+        self.step_tokens = counter("tandem_step_tokens", "Tokens emitted by steps", "kind")
         self.preemptions = counter("tandem_preemptions", "Sequences that lost their KV blocks and start over")
         self.feature_bytes = counter("tandem_feature_bytes_sent", "Bytes of features sent to drafters")
         self.step_seconds = histogram("tandem_step_duration_seconds", "One step: forward to emission", "kind")
@@ -71,6 +81,29 @@ class VerifierMetrics:
             "Acceptances that the draft model's own probabilities promise for what was verified, by depth - 1",
             "position",
         )
+        # No label for the expert: experts of one number in different layers have nothing in common, and labels for
+        # both make 23,000 series of Kimi K2. Those counts are in the file of verifier.parallel.expert_loads.
+        self.expert_tokens = counter(
+            "tandem_expert_tokens", "Tokens sent to a rank's experts, once per layer and chosen expert", "rank"
+        )
+        self.experts_touched = histogram(
+            "tandem_experts_touched",
+            "Distinct experts that a layer reads in one step, mean over layers",
+            "kind",
+            buckets=(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384),
+        )
+        self.expert_imbalance = histogram(
+            "tandem_expert_imbalance",
+            "Tokens of the rank with most in each layer over the ranks' mean, one step",
+            "kind",
+            buckets=(1, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8),
+        )
+        self.expert_bytes = counter("tandem_expert_bytes_read", "Expert weights that steps read, on all ranks", "kind")
+        self.expert_busiest_bytes = counter(
+            "tandem_expert_busiest_bytes_read", "The same on the rank that reads most of each layer", "kind"
+        )
+        self.ranks = Gauge("tandem_ranks", "Processes that run the target together", registry=registry)
+        self.rank_failures = counter("tandem_rank_failures", "Ranks that died; the verifier ends with them", "rank")
         for kind in ("prefill", "decode", "verify"):
             self.steps.labels(kind)
         for reason in ("stale", "late"):
@@ -94,6 +127,20 @@ class VerifierMetrics:
             "tandem_spec_gain", "Tokens per second by speculating over plain, predicted", lambda x: x.speculation.gain
         )
         gauge("tandem_spec_asked_nodes", "Nodes asked for per sequence", lambda x: x.speculation.nodes)
+
+    def count_rank_failure(self, lost: RankLost) -> None:
+        """Of several ranks one is gone."""
+        self.ranks.dec()
+        self.rank_failures.labels(lost.rank).inc()
+
+    def count_experts(self, kind: str, step: StepExperts) -> None:
+        """A step of a target with a mixture of experts."""
+        for rank, tokens in enumerate(step.rank_tokens):
+            self.expert_tokens.labels(rank).inc(float(tokens))
+        self.experts_touched.labels(kind).observe(step.touched)
+        self.expert_imbalance.labels(kind).observe(step.imbalance)
+        self.expert_bytes.labels(kind).inc(step.read_bytes)
+        self.expert_busiest_bytes.labels(kind).inc(step.busiest_bytes)
 
     def count_choice(self, mode: str, reason: str) -> None:
         """A step with sequences in auto mode."""

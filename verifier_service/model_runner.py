@@ -1,28 +1,25 @@
-"""Runs one step of the target: rows to tensors, forward, sampling and walk, KV and features of what was committed.
+"""What rank 0 does in a step: the rows, sampling and walk, KV and features of what was committed.
 
 Rows of all segments lie flat: plain tokens, chains, trees and prompts mix. A tree's rows are written to consecutive KV
 slots, whatever their positions; those the walk accepted move to the front afterwards.
 """
 
 import time
-from functools import partial
+from collections.abc import Callable
 
 import torch
 
 from tandem.draft_tree import walk
+from tandem.errors import Unavailable
 from tandem.layers.argmax import argmax_rows
 from tandem.sampling import SamplingParams
-from verifier_service.attention import attend, plan_attention
 from verifier_service.features import FeaturePool, FeatureProjection
 from verifier_service.kv_cache import PADDING_BLOCK
-from verifier_service.models.llama import ForwardBatch, LlamaModel
+from verifier_service.models.target_model import TargetModel
 from verifier_service.sampler import log_prob, sample
 from verifier_service.sequence import Sequence, SequenceRequest
-from verifier_service.step import Segment, StepResult, Verdict
-
-MIN_ROWS = {torch.bfloat16: 2, torch.float32: 4}
-"""Rows of a step at least. A linear layer's row has the same bits for any number of rows from here on (measured with
-torch 2.13 on CPU), so a row of a verify step equals the same row of a plain step."""
+from verifier_service.step import RankStep, Segment, SegmentRows, StepResult, Verdict
+from verifier_service.step_executor import Computed, StepExecutor
 
 
 class ModelRunner:
@@ -30,49 +27,53 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: LlamaModel,
+        model: TargetModel,
         features: FeatureProjection | None,
         kv_blocks: int,
         block_tokens: int,
         device: torch.device,
+        tell_ranks: Callable[[RankStep], None] | None = None,
     ):
-        self._model = model
+        """tell_ranks: sends each step to the other ranks before it is run here."""
         self._tap_layers = features.config.target_layer_ids if features else ()
         self._block_tokens = block_tokens
         self._device = device
-        self._min_rows = MIN_ROWS[model.dtype]
-        shape = model.kv_shape(kv_blocks, block_tokens)
-        self._kv = torch.zeros(model.config.layers, *shape, dtype=model.dtype, device=device)
+        self._executor = StepExecutor(model, kv_blocks, block_tokens, device)
         self._feature_pool = FeaturePool(kv_blocks * block_tokens, features, model.dtype, device)
+        self._tell_ranks = tell_ranks
+        self._moves: list[tuple[int, int]] = []
+        """Of the last step: made here already, still to be made by the other ranks."""
 
     @torch.inference_mode()
     def run(self, segments: list[Segment]) -> StepResult:
         """One target forward over all rows of all segments, and what it decides."""
         started = time.perf_counter()
-        batch = self._batch(segments)
+        rows = [segment.for_ranks() for segment in segments]
+        logit_rows = _logit_rows(segments)
         tapped = bool(self._tap_layers) and any(s.sequence.request.speculates for s in segments)
-        hidden, taps = self._model.forward(batch, list(self._kv), self._tap_layers if tapped else ())
-        logits = self._logits(segments, hidden)
+        computed, logits = self._compute(rows, logit_rows, self._tap_layers if tapped else ())
         forward_seconds = time.perf_counter() - started
 
         verdicts = []
         first_logit = 0
         for segment in segments:
             if segment.samples:
-                rows = logits[first_logit : first_logit + segment.nodes + 1]
-                verdicts.append(_decide(segment, rows))
+                of_segment = logits[first_logit : first_logit + segment.nodes + 1]
+                verdicts.append(_decide(segment, of_segment))
                 first_logit += segment.nodes + 1
             else:
                 verdicts.append(Verdict(list(range(segment.rows)), [], []))
-        self._compact(segments, verdicts, batch.slots)
+        self._moves = _moves(rows, verdicts, self._block_tokens)
+        self._executor.move(self._moves)
         if tapped:
-            self._keep_features(segments, verdicts, batch.slots, taps)
-        return StepResult(verdicts, batch.token_ids.shape[0], forward_seconds)
+            self._keep_features(segments, verdicts, computed.slots, computed.taps)
+        routing = torch.stack(computed.routing).cpu().numpy() if computed.routing else None
+        return StepResult(verdicts, len(computed.hidden), forward_seconds, routing)
 
     @torch.inference_mode()
     def read_features(self, blocks: list[int], start: int, count: int) -> bytes:
         """Features of committed positions [start, start + count) of a sequence with this block table."""
-        return self._feature_pool.read(self._slots(blocks, start, count).to(self._device))
+        return self._feature_pool.read(self._executor.slots(blocks, start, count).to(self._device))
 
     def warm_up(self, max_rows: int) -> None:
         """Run steps of 1 and of max_rows rows, so that the first request does not pay for first calls."""
@@ -82,69 +83,21 @@ class ModelRunner:
             sequence = Sequence.from_request(0, request)
             self.run([Segment(sequence, 0, sequence.tokens, None, True, [PADDING_BLOCK])])
 
-    def _batch(self, segments: list[Segment]) -> ForwardBatch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots = []
-        for segment in segments:
-            token_ids += segment.token_ids
-            if segment.draft:
-                token_ids += segment.draft.tokens
-            positions += segment.positions
-            slots.append(self._slots(segment.blocks, segment.start, segment.rows))
-        padding = max(0, self._min_rows - len(token_ids))
-        token_ids += [0] * padding
-        positions += [0] * padding
-        slots.append(torch.full((padding,), PADDING_BLOCK * self._block_tokens))
-        c = self._model.config
-        groups = plan_attention(segments, self._block_tokens, c.heads // c.kv_heads, self._model.dtype, self._device)
-        return ForwardBatch(
-            token_ids=torch.tensor(token_ids).to(self._device),
-            positions=torch.tensor(positions).to(self._device),
-            slots=torch.cat(slots).to(self._device),
-            attention=partial(attend, groups=groups),
-        )
-
-    def _slots(self, blocks: list[int], start: int, count: int) -> torch.Tensor:
-        size = self._block_tokens
-        first, last = start // size, (start + count - 1) // size
-        table = torch.tensor(blocks[first : last + 1])
-        offsets = torch.arange(start - first * size, start - first * size + count)
-        return table[offsets // size] * size + offsets % size
-
-    def _logits(self, segments: list[Segment], hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the rows that choose a token: each sampling segment's last token and its nodes, in order."""
-        wanted: list[int] = []
-        first_row = 0
-        for segment in segments:
-            if segment.samples:
-                wanted += range(first_row + len(segment.token_ids) - 1, first_row + segment.rows)
-            first_row += segment.rows
-        if not wanted:
-            return hidden[:0]
-        count = max(len(wanted), self._min_rows)
-        if wanted == list(range(len(wanted))) and count == hidden.shape[0]:
-            return self._model.logits(hidden)
-        wanted += [wanted[-1]] * (count - len(wanted))
-        return self._model.logits(hidden.index_select(0, torch.tensor(wanted).to(self._device)))
-
-    def _compact(self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor) -> None:
-        """Move the KV of accepted rows to consecutive slots, of all layers and sequences: read all, then write all."""
-        source: list[int] = []
-        target: list[int] = []
-        first_row = 0
-        for segment, verdict in zip(segments, verdicts, strict=True):
-            for to, row in enumerate(verdict.accepted_rows):
-                if row != to:
-                    source.append(first_row + row)
-                    target.append(first_row + to)
-            first_row += segment.rows
-        if source:
-            from_slots, to_slots = slots.index_select(
-                0, torch.tensor([source, target]).to(self._device).flatten()
-            ).chunk(2)
-            kv = self._kv.flatten(1, 2)
-            kv.index_copy_(1, to_slots, kv.index_select(1, from_slots))
+    def _compute(
+        self, rows: list[SegmentRows], logit_rows: list[int], tap_layers: tuple[int, ...]
+    ) -> tuple[Computed, torch.Tensor]:
+        """The rows and their logits, by all ranks together. Unavailable if that fails where there are several: they
+        wait in the middle of a step then, and nothing brings them together again."""
+        if self._tell_ranks:
+            moves, self._moves = self._moves, []
+            self._tell_ranks(RankStep(moves, rows, logit_rows))
+        try:
+            computed = self._executor.forward(rows, tap_layers)
+            return computed, self._executor.logits(computed.hidden, logit_rows)
+        except Exception as error:
+            if self._tell_ranks is None or isinstance(error, Unavailable):
+                raise
+            raise Unavailable(f"verifier: a step failed, and with it the ranks: {error}") from error
 
     def _keep_features(
         self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: list[torch.Tensor]
@@ -160,6 +113,27 @@ class ModelRunner:
         index = torch.tensor(rows).to(self._device)
         picked = torch.cat([tap.index_select(0, index) for tap in taps], dim=-1)
         self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), picked)
+
+
+def _logit_rows(segments: list[Segment]) -> list[int]:
+    """The rows that choose a token: each sampling segment's last token and its nodes, in order."""
+    chosen: list[int] = []
+    first_row = 0
+    for segment in segments:
+        if segment.samples:
+            chosen += range(first_row + len(segment.token_ids) - 1, first_row + segment.rows)
+        first_row += segment.rows
+    return chosen
+
+
+def _moves(rows: list[SegmentRows], verdicts: list[Verdict], block_tokens: int) -> list[tuple[int, int]]:
+    """(from, to) KV slots that bring the accepted rows of each segment to its first slots."""
+    return [
+        (segment.slot(row, block_tokens), segment.slot(to, block_tokens))
+        for segment, verdict in zip(rows, verdicts, strict=True)
+        for to, row in enumerate(verdict.accepted_rows)
+        if row != to
+    ]
 
 
 def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:

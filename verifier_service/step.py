@@ -1,7 +1,8 @@
 """What passes between scheduler, model runner and engine: one step of the target."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+
+import numpy as np
 
 from tandem.draft_tree import Draft
 from verifier_service.sequence import Sequence
@@ -34,26 +35,59 @@ class Segment:
     def rows(self) -> int:
         return len(self.token_ids) + self.nodes
 
-    @property
-    def is_causal(self) -> bool:
-        """Whether every row sees all rows before it: plain tokens, a chain."""
-        return self.draft is None or self.draft.is_chain
+    def for_ranks(self) -> "SegmentRows":
+        """What it takes to compute the rows."""
+        if not self.draft:
+            return SegmentRows(self.sequence.id, self.start, self.token_ids, [], self.blocks)
+        parents: list[int] = []
+        if not self.draft.is_chain:
+            root = len(self.token_ids) - 1
+            parents = [*range(-1, root), *(root + parent for parent in self.draft.parents)]
+        return SegmentRows(self.sequence.id, self.start, self.token_ids + self.draft.tokens, parents, self.blocks)
 
-    @cached_property
-    def parents(self) -> list[int]:
-        """Of each row the row above it, -1 for the first; a row sees the prefix, the rows above it and itself."""
-        root = len(self.token_ids) - 1
-        return [*range(-1, root), *(root + parent for parent in (self.draft.parents if self.draft else []))]
+
+@dataclass(frozen=True)
+class SegmentRows:
+    """A segment as every rank of the target computes it."""
+
+    sequence_id: int
+    start: int
+    token_ids: list[int]
+    """Of all rows, nodes included."""
+    parents: list[int]
+    """Of each row the row above it, -1 for the first; a row sees the prefix, the rows above it and itself. Empty where
+    every row sees all rows before it: plain tokens, a chain."""
+    blocks: list[int]
+
+    @property
+    def rows(self) -> int:
+        return len(self.token_ids)
 
     @property
     def positions(self) -> list[int]:
         """Of each row: the first stands at `start`, every other one behind the row above it."""
-        if self.is_causal:
+        if not self.parents:
             return list(range(self.start, self.start + self.rows))
         positions = [self.start]
         for parent in self.parents[1:]:
             positions.append(positions[parent] + 1)
         return positions
+
+    def slot(self, row: int, block_tokens: int) -> int:
+        """The KV slot (block * block_tokens + offset) a row is written to."""
+        block, offset = divmod(self.start + row, block_tokens)
+        return self.blocks[block] * block_tokens + offset
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step as rank 0 tells it to the others."""
+
+    moves: list[tuple[int, int]]
+    """(from, to) KV slots, to be made before the rows are computed: what the last step's walks accepted."""
+    segments: list[SegmentRows]
+    logit_rows: list[int]
+    """Rows of the step that choose a token, ascending."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +124,6 @@ class StepResult:
     """Rows computed, padding included."""
     forward_seconds: float
     """The target's forward with its head."""
+    routing: np.ndarray | None = None
+    """[mixtures, rows, experts per token] int64: the experts that rows went to, without padding; None for a dense
+    target."""

@@ -1,7 +1,10 @@
 """A model folder in Hugging Face format: config.json and safetensors, one file or indexed shards."""
 
+import ctypes
 import hashlib
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tandem.errors import StartupError
+
+_MAX_MAPPED = 64 * 2**20
+"""Bytes read from open files before they are closed. Pages of a mapped file count as the process's memory, so a file
+that stays open costs what was read of it once more; opening one anew costs its header: milliseconds."""
+
+FLOATS = ("BF16", "F16", "F32", "F64")
+INTEGERS = ("I8", "U8", "I16", "I32", "I64")
+"""Types of tensors that mean their values as they stand, as safetensors names them."""
 
 
 class CheckpointFolder:
@@ -21,36 +32,97 @@ class CheckpointFolder:
         self.path = path
         self.config = read_json(path / "config.json")
         self._handles: dict[Path, Any] = {}
+        self._mapped = 0
         self._files = self._locate()
         self._read: set[str] = set()
+        self._skipped: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's configuration: a multimodal wrapper nests it, otherwise it is the whole."""
+        return text_config(self.config)
+
+    @property
+    def text_prefix(self) -> str:
+        """What a multimodal wrapper puts before the names of its language model's tensors."""
+        return "language_model." if "text_config" in self.config else ""
+
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The tensor, checked against `shape` and converted to `dtype`."""
-        file = self._files.get(name)
-        if file is None:
-            raise StartupError(f"{self.path}: tensor {name} is missing")
-        tensor: torch.Tensor = self._handle(file).get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise StartupError(f"{file}: tensor {name} has shape {list(tensor.shape)}, config.json means {list(shape)}")
+        kinds = FLOATS if dtype.is_floating_point else INTEGERS
+        return self.part(name, shape, kinds).to(dtype, copy=True)
+
+    def part(
+        self, name: str, shape: tuple[int, ...], kinds: Sequence[str], dim: int = 0, part: range | None = None
+    ) -> torch.Tensor:
+        """Only `part` of dimension `dim`, as stored, of a tensor of the whole shape `shape` and one of `kinds`.
+
+        What is returned lies in the mapped file: copy it, it keeps the file open.
+        """
+        view = self._slice(name)
+        whole, kind = tuple(view.get_shape()), view.get_dtype()
+        if whole != shape:
+            raise StartupError(
+                f"{self._files[name]}: tensor {name} has shape {list(whole)}, config.json means {list(shape)}"
+            )
+        if kind not in kinds:
+            raise StartupError(
+                f"{self._files[name]}: tensor {name} is stored as {kind}; supported for it: {', '.join(kinds)}"
+            )
         self._read.add(name)
-        return tensor.to(dtype)
+        index = [slice(None)] * len(shape)
+        if part is not None:
+            index[dim] = slice(part.start, part.stop)
+        tensor: torch.Tensor = view[tuple(index)]
+        self._mapped += math.prod(shape) * tensor.itemsize if dim else tensor.nbytes
+        return tensor
+
+    def kind(self, name: str) -> str:
+        """The type the tensor is stored in, as safetensors names it: BF16, F8_E4M3, ..."""
+        kind: str = self._slice(name).get_dtype()
+        return kind
+
+    def release(self) -> None:
+        """Give memory that reading took back to the system, once it is worth it; what was read and copied is safe."""
+        if self._mapped > _MAX_MAPPED:
+            self._handles.clear()
+            self._mapped = 0
+            _trim_heap()
+
+    def skip(self, *names: str) -> None:
+        """Tensors that are known and not wanted: names, or prefixes that end in a dot. None needs to be there."""
+        self._skipped.update(names)
 
     def check_all_read(self, ignore_suffixes: tuple[str, ...] = ()) -> None:
         """StartupError if the folder holds a tensor that nothing asked for."""
-        extra = sorted(n for n in set(self._files) - self._read if not n.endswith(ignore_suffixes))
+        left = set(self._files) - self._read - self._skipped
+        extra = sorted(n for n in left if not n.endswith(ignore_suffixes) and not self._has_skipped_prefix(n))
         if extra:
             raise StartupError(f"{self._files[extra[0]]}: unexpected tensor {extra[0]} ({len(extra)} in all)")
 
-    def _handle(self, file: Path) -> Any:
-        if file not in self._handles:
-            try:
+    def _has_skipped_prefix(self, name: str) -> bool:
+        return any(name[: i + 1] in self._skipped for i, character in enumerate(name) if character == ".")
+
+    def _slice(self, name: str) -> Any:
+        file = self._files.get(name)
+        if file is None:
+            raise self._missing(name)
+        self.release()
+        try:
+            if file not in self._handles:
                 self._handles[file] = safe_open(file, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise StartupError(f"{file}: cannot be read: {error}") from None
-        return self._handles[file]
+            return self._handles[file].get_slice(name)
+        except (OSError, SafetensorError) as error:
+            raise StartupError(f"{file}: tensor {name} cannot be read: {error}") from None
+
+    def _missing(self, name: str) -> StartupError:
+        packed = f"{name}_packed"
+        if packed in self._files:
+            return StartupError(f"{self._files[packed]}: tensor {packed} is quantised; supported here: {name}")
+        return StartupError(f"{self.path}: tensor {name} is missing")
 
     def _locate(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"
@@ -65,6 +137,20 @@ class CheckpointFolder:
                 return dict.fromkeys(handle.keys(), single)
         except SafetensorError as error:
             raise StartupError(f"{single}: cannot be read: {error}") from None
+
+
+def _trim_heap() -> None:
+    """What is converted on its way leaves holes among what stays: a fifth of a mixture of experts, measured with glibc,
+    which gives them back only when told."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config.json that describes the language model."""
+    nested: dict[str, Any] = config.get("text_config") or config
+    return nested
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -97,10 +183,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def eos_token_ids(target: Path) -> list[int]:
-    """End-of-sequence ids: config.json's united with generation_config.json's."""
+    """End-of-sequence ids: config.json's, its text_config's and generation_config.json's, united."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if (target / name).is_file():
-            value = read_json(target / name).get("eos_token_id")
-            found |= set(value if isinstance(value, list) else [] if value is None else [value])
+            config = read_json(target / name)
+            for value in (config.get("eos_token_id"), text_config(config).get("eos_token_id")):
+                found |= set(value if isinstance(value, list) else [] if value is None else [value])
     return sorted(found)

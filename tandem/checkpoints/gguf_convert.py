@@ -150,7 +150,7 @@ def _weights(
     reader: gguf.GGUFReader, config: dict[str, Any], source: str, progress: Progress
 ) -> dict[str, torch.Tensor]:
     """Every tensor in bf16 under its Hugging Face name, checked against the shapes that `config` means."""
-    expected = _shapes(config)
+    expected = llama_shapes(config)
     weights = {}
     for done, tensor in enumerate(reader.tensors):
         progress(f"dequantising {tensor.name}", done, len(reader.tensors))
@@ -185,7 +185,8 @@ def _hf_name(name: str) -> str:
     return ""
 
 
-def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def llama_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a LlamaForCausalLM and its shape."""
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     layer: dict[str, tuple[int, ...]] = {

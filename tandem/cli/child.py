@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_DIE_WITH_PARENT = Path(__file__).with_name("die_with_parent.py")
+_DIE_WITH_PARENT = Path(__file__).parents[1] / "die_with_parent.py"
 
 
 class Child:

@@ -2,7 +2,7 @@
 
 import typer
 
-from tandem.cli import models
+from tandem.cli import experts, models
 from tandem.cli.bench import bench
 from tandem.cli.chat import chat
 from tandem.cli.demo import demo
@@ -21,6 +21,7 @@ app = typer.Typer(
 for command in (generate, chat, status, up, demo, bench, draft_train, draft_eval):
     app.command()(command)
 app.add_typer(models.app, name="models")
+app.add_typer(experts.app, name="experts")
 
 
 if __name__ == "__main__":

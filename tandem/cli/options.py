@@ -9,6 +9,9 @@ import typer
 AddressOption = Annotated[str, typer.Option(help="The gateway's HOST:PORT.", envvar="TANDEM_ADDRESS")]
 ConfigOption = Annotated[Path, typer.Option(help="The stack's YAML file.")]
 
+EpOption = Annotated[int | None, typer.Option(help="Ranks of the target, in place of verifier.parallel.ep.")]
+TpOption = Annotated[int | None, typer.Option(help="1 or as many as --ep, in place of verifier.parallel.tp.")]
+
 DEFAULT_ADDRESS = "127.0.0.1:7600"
 DEFAULT_CONFIG = Path("configs/demo.yaml")
 

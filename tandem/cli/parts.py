@@ -34,17 +34,17 @@ class Part:
     """Its end is the end of the stack; otherwise it is started again."""
 
 
-def parts_of(config: StackConfig, path: Path) -> list[Part]:
+def parts_of(config: StackConfig, path: Path, verifier_options: tuple[str, ...] = ()) -> list[Part]:
     """Verifier, drafter (where there is something to draft with) and gateway, in the order they start."""
 
-    def command(module: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", module, "--config", str(path))
+    def command(module: str, *options: str) -> tuple[str, ...]:
+        return (sys.executable, "-m", module, "--config", str(path), *options)
 
     speculates = config.speculates
     parts = [
         Part(
             "verifier",
-            command("verifier_service"),
+            command("verifier_service", *verifier_options),
             dialable(config.verifier.listen),
             (VERIFIER, SPECULATION) if speculates else (VERIFIER,),
             config.verifier.shutdown_grace_seconds + 5,

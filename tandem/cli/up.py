@@ -7,18 +7,19 @@ from typing import Annotated
 import typer
 
 from tandem.cli.console import console, fail
+from tandem.cli.options import EpOption, TpOption
 
 ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The stack's YAML file.")]
 
 _COLOURS = {"gateway": "cyan", "verifier": "green", "drafter": "magenta"}
 
 
-def up(config: ConfigArgument) -> None:
+def up(config: ConfigArgument, ep: EpOption = None, tp: TpOption = None) -> None:
     """Run gateway, verifier and drafter of CONFIG as child processes until Ctrl-C; shows their logs."""
     from tandem.cli.parts import Part, check_ports_free, parts_of
     from tandem.cli.runner import Interrupted, run
     from tandem.cli.stack import Stack, StackFailed
-    from tandem.config import load_config
+    from tandem.config import load_config, with_ranks
     from tandem.errors import StartupError
     from tandem.logs import setup_logging
 
@@ -34,9 +35,10 @@ def up(config: ConfigArgument) -> None:
             await stack.wait()
 
     try:
-        stack_config = load_config(config)
+        stack_config = with_ranks(load_config(config), ep, tp)
         check_ports_free(stack_config)
-        run(main(parts_of(stack_config, config)))
+        ranks = [f"--{name}={count}" for name, count in (("ep", ep), ("tp", tp)) if count is not None]
+        run(main(parts_of(stack_config, config, tuple(ranks))))
     except StartupError as error:
         fail(str(error), code=2)
     except StackFailed as error:

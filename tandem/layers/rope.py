@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split (Neox) layout: scalings default, llama3 and yarn.
+"""Rotary position embedding: scalings default, llama3 and yarn; pairs half a head apart (Neox) or next to each other.
 
 Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071); the llama3 rule as in Llama 3.1's reference code.
 """
@@ -22,6 +22,11 @@ _ROPE_KEYS = {
         "attention_factor",
         "truncate",
     },
+}
+_REQUIRED_KEYS = {
+    "default": set(),
+    "llama3": _ROPE_KEYS["llama3"],
+    "yarn": {"factor", "original_max_position_embeddings"},
 }
 
 
@@ -47,6 +52,9 @@ class RopeConfig:
         unknown = sorted(set(block) - _ROPE_KEYS[rope_type])
         if unknown:
             raise ValueError(f"{key}.{unknown[0]}: unknown key for rope type {rope_type!r}")
+        missing = sorted(_REQUIRED_KEYS[rope_type] - set(block))
+        if missing:
+            raise ValueError(f"{key}.{missing[0]}: missing")
         if theta is None:
             raise ValueError("rope_theta: missing")
         return cls(rope_type, float(theta), block)
@@ -68,13 +76,18 @@ class RopeConfig:
             return 1.0
         if self.scaling.get("attention_factor") is not None:
             return float(self.scaling["attention_factor"])
-
-        def mscale(m: float) -> float:
-            factor = self.scaling["factor"]
-            return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
-
         m, m_all = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
-        return mscale(m) / mscale(m_all) if m and m_all else mscale(1.0)
+        return self._mscale(m) / self._mscale(m_all) if m and m_all else self._mscale(1.0)
+
+    @property
+    def softmax_factor(self) -> float:
+        """Multiplier of attention's scale in DeepSeek-V3's yarn; others leave it out."""
+        m_all = self.scaling.get("mscale_all_dim")
+        return self._mscale(m_all) ** 2 if m_all else 1.0
+
+    def _mscale(self, m: float) -> float:
+        factor = self.scaling["factor"]
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
 
     def _llama3(self, inv_freq: torch.Tensor) -> torch.Tensor:
         s = self.scaling
@@ -103,17 +116,28 @@ class RopeConfig:
         return inv_freq * (1 - ramp) + inv_freq / s["factor"] * ramp
 
 
-def rope_table(rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype) -> torch.Tensor:
+def rope_table(
+    rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, in_pairs: bool = False
+) -> torch.Tensor:
     """[positions, 2, head_dim]: cos and sin of every position, computed in fp32, stored in `dtype`.
 
-    The first half of the sines is negated, which saves apply_rope the negation of half the vector.
+    The sines that the first of a pair takes are negated, which saves the rotation the negation of half the vector.
+    in_pairs: for apply_rope_to_pairs, otherwise for apply_rope.
     """
     angles = torch.outer(torch.arange(positions).float(), rope.inverse_frequencies(head_dim))
     cos, sin = angles.cos(), angles.sin()
-    table = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
-    return (table * rope.amplitude).to(dtype)
+    if in_pairs:
+        both = torch.stack((torch.stack((cos, cos), dim=-1), torch.stack((-sin, sin), dim=-1)), dim=1).flatten(-2)
+    else:
+        both = torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)), dim=1)
+    return (both * rope.amplitude).to(dtype)
 
 
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [..., head_dim]; cos and sin are rope_table's and broadcast against x."""
+    """Rotate x [..., head_dim], pairs half a head apart; cos and sin are rope_table's and broadcast against x."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+def apply_rope_to_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The same for pairs of neighbours (DeepSeek); they stay neighbours."""
+    return torch.addcmul(x * cos, x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2), sin)

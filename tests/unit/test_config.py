@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tandem.config import load_config
+from tandem.config import load_config, with_ranks
 from tandem.errors import StartupError
 
 
@@ -49,6 +49,10 @@ def test_a_bare_off_is_the_mode(folder: Path) -> None:
         ({"target": "target", "verifier": {"kv_blocks": 0}}, ["verifier.kv_blocks", "greater than or equal to 2"]),
         ({"target": "target", "verifier": {"dtype": "int3"}}, ["verifier.dtype", "bfloat16", "float32"]),
         ({"target": "target", "verifier": {"max_draft_nodes": 257}}, ["verifier.max_draft_nodes", "256"]),
+        (
+            {"target": "target", "verifier": {"parallel": {"ep": 8, "tp": 2}}},
+            ["verifier.parallel", "1 or ep", "8", "2"],
+        ),
         ({"target": "target", "verifier": {"speculation_mode": "on"}}, ["speculation_mode", "'tree' or 'auto'"]),
         ({"target": "target", "gateway": {"listen": "7600"}}, ["gateway.listen", "HOST:PORT"]),
         ({"target": "target", "gateway": {"listen": "a:70000"}}, ["gateway.listen", "HOST:PORT"]),
@@ -111,3 +115,14 @@ def test_the_demo_config_is_valid_but_for_its_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     data["target"] = data["draft_model"] = str(tmp_path)
     assert load_config(write(tmp_path, data)).gateway.reflection
+
+
+def test_the_command_lines_ranks_take_the_files_place(folder: Path) -> None:
+    """What they do not name stays; what does not fit is refused."""
+    path = write(folder, {"target": "target", "verifier": {"parallel": {"ep": 2, "tp": 2, "experts": "cut"}}})
+    config = load_config(path)
+    parallel = with_ranks(config, 8, 8).verifier.parallel
+    assert (parallel.ep, parallel.tp, parallel.experts) == (8, 8, "cut")
+    assert with_ranks(config, None, None) == config
+    with pytest.raises(StartupError, match=r"--ep, --tp: .*1 or ep, which is 8; is 2"):
+        with_ranks(config, 8, None)

@@ -15,7 +15,7 @@ from tandem.cli import parts
 from tandem.cli.main import app
 from tests.unit.cli.test_stack import fake_part
 stack = [fake_part("verifier"), fake_part("drafter", essential=False), fake_part("gateway")]
-parts.parts_of = lambda config, path: stack
+parts.parts_of = lambda config, path, verifier_options: stack
 app(["up", sys.argv[1]])
 """
 

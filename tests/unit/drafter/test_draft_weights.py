@@ -1,12 +1,16 @@
 """Draft model folders that do not hold what their config.json means are refused before anything is drafted."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from drafter_service.draft_weights import load_weights
+from tandem.checkpoints.draft_config import DraftConfig
 from tandem.errors import StartupError
 from tests.fakes.draft_folders import (
     HIDDEN,
@@ -16,6 +20,7 @@ from tests.fakes.draft_folders import (
     write_draft,
     write_target,
 )
+from tests.fakes.quantized_folders import int4_weight
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -131,3 +136,30 @@ def test_dflash2_tensors_are_checked(name: str, width: str, tmp_path: Path) -> N
     folder = write_draft(tmp_path / "draft", draft_config(), draft_tensors(draft_config()) | {name: tensors[name]})
     with pytest.raises(StartupError, match=f"unexpected tensor {name}"):
         DraftModel.load(folder, target, torch.float32, CPU)
+
+
+def test_a_wrapped_target_gives_the_same_rows(tmp_path: Path) -> None:
+    """Of a multimodal wrapper the text part's config and tensors are read; oracle: the same target unwrapped."""
+    draft = write_draft(tmp_path / "draft", draft_config(), draft_tensors(draft_config()))
+    plain = write_target(tmp_path / "target", tied=False)
+    wrapped = write_draft(
+        tmp_path / "wrapped",
+        {"model_type": "kimi_k25", "text_config": json.loads((plain / "config.json").read_text())},
+        {f"language_model.{name}": tensor for name, tensor in load_file(plain / "model.safetensors").items()},
+    )
+    expected, found = (load_weights(DraftConfig.load(draft), draft, t, torch.float32, CPU) for t in (plain, wrapped))
+    assert torch.equal(found.embedding, expected.embedding)
+    x = torch.randn(4, HIDDEN)
+    assert torch.equal(found.head(x), expected.head(x))
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "lm_head"])
+def test_quantised_rows_of_a_target_are_refused(name: str, tmp_path: Path) -> None:
+    """They would be read without their scales."""
+    draft = write_draft(tmp_path / "draft", draft_config(), draft_tensors(draft_config()))
+    target = write_target(tmp_path / "target", tied=False)
+    tensors = load_file(target / "model.safetensors")
+    parts, _ = int4_weight(tensors.pop(f"{name}.weight"))
+    save_file(tensors | {f"{name}.{suffix}": part for suffix, part in parts.items()}, target / "model.safetensors")
+    with pytest.raises(StartupError, match=rf"tensor {name}\.weight_packed is quantised"):
+        DraftModel.load(draft, target, torch.float32, CPU)

@@ -20,7 +20,7 @@ from tandem.speculation import DraftShape
 from tests.fakes.tiny_models import HIDDEN, VOCAB
 from tests.unit.training.worlds import CPU, MASK, chatting_target
 from verifier_service.features import FeatureProjection
-from verifier_service.models.llama import LlamaConfig
+from verifier_service.models.architectures import read_config
 
 DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
 HEAD = list(range(40, 500, 3))
@@ -50,7 +50,7 @@ class World:
         self.target, self.draft = folder / "target", folder / "draft"
         self.oracle_target = chatting_target(self.target)
         checkpoint = CheckpointFolder(self.target)
-        self.target_config = LlamaConfig.from_json(checkpoint.config, "")
+        self.target_config = read_config(checkpoint)
         self.config_json = draft_config_json(draft, checkpoint.config)
         export(self.draft, self.config_json, {}, None)
         self.embedding = checkpoint.tensor("model.embed_tokens.weight", (VOCAB, HIDDEN), torch.float32)

@@ -8,6 +8,7 @@ import torch
 from draft_training.prefill import TapComputer
 from draft_training.slot_decoder import SlotDecoder
 from tandem.errors import StartupError
+from tests.fakes.random_targets import random_architecture
 from tests.unit.training.worlds import CPU, chatting_target, load_target
 
 TAPS = (2, 0)
@@ -42,6 +43,22 @@ def test_prefill_equals_decoding_and_transformers(tmp_path: Path) -> None:
         for text, found in zip(texts, logits, strict=True):
             expected = oracle(torch.tensor([text])).logits[0]
             torch.testing.assert_close(torch.stack(found), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3-moe", "kimi"])
+def test_mixtures_and_latent_attention_run_here_too(tmp_path: Path, kind: str) -> None:
+    """Prefill and decoding both give transformers' logits."""
+    oracle, texts = random_architecture(tmp_path, kind), sequences()
+    model = load_target(tmp_path)
+    computed = TapComputer(model, TAPS, CPU).rows(texts)
+    for text, rows in zip(texts[1:], computed[1:], strict=True):
+        decoder, half = SlotDecoder(model, 1, 40, TAPS, CPU), len(text) // 2
+        decoder.begin_with(0, decoder.prefix(text[:half]))
+        last = [decoder.step([text[n]], [n]) for n in range(half, len(text))][-1]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([text])).logits[0, -1]
+        torch.testing.assert_close(last.logits[0], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(last.taps[0], rows[-1].float(), rtol=2**-7, atol=1e-4)
 
 
 def test_a_slot_forgets_what_it_held(tmp_path: Path) -> None:

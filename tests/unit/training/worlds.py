@@ -15,7 +15,8 @@ from draft_training.taps import TapFile, TapShape, TapWriter
 from tandem.checkpoints.folder import CheckpointFolder
 from tests.fakes.tiny_models import HIDDEN, VOCAB, map_target, random_target
 from tests.fakes.tokenizers import CHATML, EOS, SPECIAL, byte_level
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.decoder import DecoderModel
+from verifier_service.models.loading import load_model
 
 CPU = torch.device("cpu")
 MASK = 511
@@ -54,8 +55,8 @@ def cycling_target(folder: Path, cycle: int = 12) -> Path:
     return add_tokenizer(map_target(folder, successor))
 
 
-def load_target(folder: Path) -> LlamaModel:
-    return LlamaModel(CheckpointFolder(folder), torch.float32, CPU)
+def load_target(folder: Path) -> DecoderModel:
+    return load_model(CheckpointFolder(folder), torch.float32, CPU)
 
 
 def settings(**changes: Any) -> Settings:

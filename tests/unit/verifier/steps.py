@@ -1,38 +1,85 @@
 """Driving a model runner by hand: one sequence's rows at a time, no scheduler."""
 
+from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
+from tests.fakes.thread_ranks import run_ranks
 from verifier_service.features import FeatureProjection
 from verifier_service.model_runner import ModelRunner
-from verifier_service.models.llama import LlamaModel
+from verifier_service.models.decoder import DecoderModel
+from verifier_service.models.loading import Placement, load_model
+from verifier_service.parallel.ranks import Parallel
 from verifier_service.sequence import Sequence, SequenceRequest
-from verifier_service.step import Segment
+from verifier_service.step import RankStep, Segment
+from verifier_service.step_executor import StepExecutor
 
 BLOCK_TOKENS = 16
+KV_BLOCKS = 257
 CPU = torch.device("cpu")
 
 
-class RecordingModel(LlamaModel):
-    """Keeps the logits it gave."""
+class RecordingModel:
+    """A target that keeps the logits it gave."""
 
-    last_logits: torch.Tensor
+    def __init__(self, model: DecoderModel):
+        self.model = model
+        self.last_logits = torch.empty(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.last_logits = super().logits(hidden)
+        self.last_logits = self.model.logits(hidden)
         return self.last_logits
 
 
 def make_runner(
     folder: Path, dtype: torch.dtype = torch.float32, draft_folder: Path | None = None
 ) -> tuple[ModelRunner, RecordingModel]:
-    model = RecordingModel(CheckpointFolder(folder), dtype, CPU)
+    model = RecordingModel(load_model(CheckpointFolder(folder), dtype, CPU))
     features = FeatureProjection(draft_folder, model.config, dtype, CPU) if draft_folder else None
-    return ModelRunner(model, features, 257, BLOCK_TOKENS, CPU), model
+    return ModelRunner(model, features, KV_BLOCKS, BLOCK_TOKENS, CPU), model
+
+
+def on_ranks(
+    folder: Path,
+    size: int,
+    split_attention: bool,
+    cut_experts: bool,
+    check: Callable[[ModelRunner, RecordingModel], None],
+    placement: Placement | None = None,
+) -> None:
+    """Rank 0 does what `check` does with its runner, the others compute what they are told."""
+    mailboxes: list[SimpleQueue[RankStep | None]] = [SimpleQueue() for _ in range(size)]
+
+    def tell(step: RankStep | None) -> None:
+        for mailbox in mailboxes[1:]:
+            mailbox.put(step)
+
+    def work(parallel: Parallel) -> None:
+        model = load_model(CheckpointFolder(folder), torch.float32, CPU, parallel, placement)
+        if parallel.ranks.rank == 0:
+            recording = RecordingModel(model)
+            try:
+                check(ModelRunner(recording, None, KV_BLOCKS, BLOCK_TOKENS, CPU, tell), recording)
+            finally:
+                tell(None)
+            return
+        executor = StepExecutor(model, KV_BLOCKS, BLOCK_TOKENS, CPU)
+        while step := mailboxes[parallel.ranks.rank].get():
+            executor.move(step.moves)
+            hidden = executor.forward(step.segments).hidden
+            if model.head_is_split:
+                executor.logits(hidden, step.logit_rows)
+
+    run_ranks(size, split_attention, cut_experts, work)
 
 
 class Hand:
@@ -68,6 +115,6 @@ def run(runner: ModelRunner, segments: list[Segment]) -> list[list[int]]:
 
 
 def kv_of(runner: ModelRunner, hand: Hand, count: int) -> torch.Tensor:
-    """Keys and values of a sequence's first positions: [layers, count, 2, kv heads, head_dim]."""
+    """KV of a sequence's first positions: [layers, count, ...]."""
     slots = [hand.blocks[p // BLOCK_TOKENS] * BLOCK_TOKENS + p % BLOCK_TOKENS for p in range(count)]
-    return runner._kv.flatten(1, 2)[:, slots]
+    return runner._executor.kv.flatten(1, 2)[:, slots]

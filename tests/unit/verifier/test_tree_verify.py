@@ -14,7 +14,7 @@ from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
 from tests.fakes.tiny_models import VOCAB, constant_draft, random_target
 from tests.fakes.trees import random_tree, tree_around
-from tests.unit.verifier.steps import Hand, kv_of, make_runner, run
+from tests.unit.verifier.steps import Hand, RecordingModel, kv_of, make_runner, run
 from verifier_service.model_runner import ModelRunner
 
 LINE = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -51,10 +51,8 @@ def primed(runner: ModelRunner, number: int, tokens: list[int], sampling: Sampli
 class Target:
     """A tiny target, and its rows by plain decoding."""
 
-    def __init__(self, folder: Path, heads: int, kv_heads: int, dtype: torch.dtype = torch.float32):
-        shape = {"hidden_size": 16 * heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-        random_target(folder, **shape)
-        self.runner, self.model = make_runner(folder, dtype)
+    def __init__(self, runner: ModelRunner, model: RecordingModel):
+        self.runner, self.model = runner, model
         self.plain_row = cache(self._plain_row)
 
     def verified(self, hands: list[Hand], drafts: list[Draft | list[int] | None]) -> torch.Tensor:
@@ -72,9 +70,14 @@ class Target:
         return self.model.last_logits[0].clone()
 
 
+def grouped_target(folder: Path, heads: int, kv_heads: int) -> Path:
+    random_target(folder, hidden_size=16 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    return folder
+
+
 @pytest.fixture(scope="module", params=[(8, 2), (9, 3)], ids=["4 heads per kv head", "3 heads per kv head"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
-    return Target(tmp_path_factory.mktemp("target"), *request.param)
+    return Target(*make_runner(grouped_target(tmp_path_factory.mktemp("target"), *request.param)))
 
 
 def check_rows(target: Target, prompts: list[list[int]], drafts: list[Draft]) -> None:
@@ -104,7 +107,7 @@ def test_trees_of_different_sizes_share_a_step(target: Target, batch: list[tuple
 
 def test_a_nodes_row_is_close_to_plain_decoding_in_bf16(tmp_path: Path) -> None:
     """Most rows have its very bits; the others are off by roundings only."""
-    target = Target(tmp_path, 9, 3, torch.bfloat16)
+    target = Target(*make_runner(grouped_target(tmp_path, 9, 3), torch.bfloat16))
     tokens, draft = prompt(45, 3), tree(BUSHY, 3)
     rows = target.verified([primed(target.runner, 0, tokens)], [draft])
     plain = torch.stack([target.plain_row(tuple(tokens), path) for path in paths(draft)])

@@ -1,0 +1,64 @@
+"""What the verifier needs of a target, whatever its architecture."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Attention = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""(queries [rows, heads, key_dim], one layer's KV pool, scale) -> [rows, heads * value_dim]. With latent KV the whole
+keys serve as values: value_dim is key_dim, and what lies behind the latent means nothing."""
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """A step as tensors. Rows of all segments lie flat, padding rows at the end."""
+
+    token_ids: torch.Tensor
+    """[rows] int64."""
+    positions: torch.Tensor
+    """[rows] int64."""
+    slots: torch.Tensor
+    """[rows] int64: KV slot (block * block_tokens + offset) each row's key and value are written to."""
+    attention: Attention
+    padding: int = 0
+    """Rows at the end that stand for nothing; a mixture of experts leaves them out."""
+
+
+class TargetModel(Protocol):
+    """A network with its weights, or one rank's part of it; KV lives outside."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    max_positions: int
+    dtype: torch.dtype
+    heads_per_kv_head: int
+    """Query heads of this rank that share a key: what attention folds into the query length."""
+    head_is_split: bool
+    """Whether logits() is a collective that every rank must call; otherwise rank 0 alone does."""
+
+    @property
+    def routing(self) -> list[torch.Tensor]:
+        """Per mixture of experts [rows, experts per token] int64: where the last forward's real rows went."""
+        ...
+
+    def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, ...]:
+        """Shape of one layer's KV pool: [blocks, block_tokens, 2, kv heads, head_dim], or with latent KV (MLA)
+        [blocks, block_tokens, 1, 1, latent + rope dims], whose values are the keys' first `latent` dims."""
+        ...
+
+    def forward(
+        self, batch: ForwardBatch, kv: list[torch.Tensor], tap_layers: tuple[int, ...]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """All layers over the rows; writes their keys and values into kv (one pool per layer).
+
+        Returns the residual stream [rows, hidden] after the last layer, before the final norm, and the taps: the
+        residual stream after each layer of tap_layers, in that order. The same on every rank.
+        """
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[rows, vocab] in the model's dtype, from rows of forward's residual stream; complete on rank 0."""
+        ...

@@ -1,0 +1,93 @@
+"""What every rank does in a step: rows to tensors, forward, and the moves of what was accepted, in its own KV."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from verifier_service.attention import attend, plan_attention
+from verifier_service.kv_cache import PADDING_BLOCK
+from verifier_service.models.min_rows import MIN_ROWS
+from verifier_service.models.target_model import ForwardBatch, TargetModel
+from verifier_service.step import SegmentRows
+
+
+@dataclass(frozen=True)
+class Computed:
+    """The rows of a step after the last layer."""
+
+    hidden: torch.Tensor
+    """[rows, hidden], padding included."""
+    taps: list[torch.Tensor]
+    slots: torch.Tensor
+    """[rows] int64: where each row's key and value are."""
+    routing: list[torch.Tensor]
+    """Per mixture of experts [real rows, experts per token] int64."""
+
+
+class StepExecutor:
+    """The target, or one rank's part of it, with its KV pool."""
+
+    def __init__(self, model: TargetModel, kv_blocks: int, block_tokens: int, device: torch.device):
+        self.block_tokens = block_tokens
+        self._model = model
+        self._device = device
+        self._min_rows = MIN_ROWS[model.dtype]
+        shape = model.kv_shape(kv_blocks, block_tokens)
+        self.kv = torch.zeros(model.layers, *shape, dtype=model.dtype, device=device)
+        """[layers, blocks, block_tokens, ...]"""
+        self._layers_kv = list(self.kv)
+
+    def forward(self, segments: list[SegmentRows], tap_layers: tuple[int, ...] = ()) -> Computed:
+        """All layers over all rows."""
+        batch = self._batch(segments)
+        hidden, taps = self._model.forward(batch, self._layers_kv, tap_layers)
+        return Computed(hidden, taps, batch.slots, self._model.routing)
+
+    def logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """[at least len(rows), vocab]: logits of these rows, in order. With a split head every rank must call it."""
+        if not rows:
+            return hidden[:0]
+        count = max(len(rows), self._min_rows)
+        if count == hidden.shape[0] and rows == list(range(len(rows))):
+            return self._model.logits(hidden)
+        padded = rows + rows[-1:] * (count - len(rows))
+        return self._model.logits(hidden.index_select(0, torch.tensor(padded).to(self._device)))
+
+    def move(self, moves: list[tuple[int, int]]) -> None:
+        """Copy keys and values of all layers between slots, (from, to): read all, then write all."""
+        if moves:
+            sources, targets = torch.tensor(moves).to(self._device).unbind(1)
+            kv = self.kv.flatten(1, 2)
+            kv.index_copy_(1, targets, kv.index_select(1, sources))
+
+    def slots(self, blocks: list[int], start: int, count: int) -> torch.Tensor:
+        """[count] int64, on the CPU: the KV slots of positions from `start` on, by a sequence's block table."""
+        size = self.block_tokens
+        first, last = start // size, (start + count - 1) // size
+        table = torch.tensor(blocks[first : last + 1])
+        offsets = torch.arange(start - first * size, start - first * size + count)
+        return table[offsets // size] * size + offsets % size
+
+    def _batch(self, segments: list[SegmentRows]) -> ForwardBatch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots = []
+        for segment in segments:
+            token_ids += segment.token_ids
+            positions += segment.positions
+            slots.append(self.slots(segment.blocks, segment.start, segment.rows))
+        padding = max(0, self._min_rows - len(token_ids))
+        token_ids += [0] * padding
+        positions += [0] * padding
+        slots.append(torch.full((padding,), PADDING_BLOCK * self.block_tokens))
+        model = self._model
+        heads, head_dim = model.heads_per_kv_head, self.kv.shape[-1]
+        groups = plan_attention(segments, self.block_tokens, heads, head_dim, model.dtype, self._device)
+        return ForwardBatch(
+            token_ids=torch.tensor(token_ids).to(self._device),
+            positions=torch.tensor(positions).to(self._device),
+            slots=torch.cat(slots).to(self._device),
+            attention=partial(attend, groups=groups),
+            padding=padding,
+        )

@@ -1,0 +1,75 @@
+"""What every rank loads: its part of the target, and the ranks it shares the work with."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.shard import WHOLE, Shard
+from tandem.config import ParallelConfig, StackConfig
+from tandem.errors import StartupError
+from tandem.expert_files import read_placement
+from tandem.torch_setup import pick_device, set_threads
+from verifier_service.models.architectures import read_config
+from verifier_service.models.decoder import DecoderModel
+from verifier_service.models.loading import Placement, load_model
+from verifier_service.parallel.launch import Member
+from verifier_service.parallel.ranks import ALONE, Group, Parallel
+from verifier_service.parallel.shared_memory import SharedMemoryRanks
+
+
+@dataclass(frozen=True)
+class TargetPart:
+    """One rank's part."""
+
+    model: DecoderModel
+    device: torch.device
+    group: Group | None
+    """None where the target has one rank."""
+    placement: Placement | None
+    """None: experts are split over the ranks in order of ids."""
+
+
+def load_part(config: StackConfig, member: Member, progress: Callable[[str, int], None] | None = None) -> TargetPart:
+    """Load it, in the thread that will run it. StartupError as load_model's."""
+    section = config.verifier
+    device = pick_device(section.device, "verifier.device")
+    if member.size == 1:
+        set_threads(section.threads)
+    else:
+        set_threads(section.threads or max(1, len(os.sched_getaffinity(0)) // member.local_size))
+        if device.type == "cuda":
+            device = torch.device("cuda", member.local_rank)
+            torch.cuda.set_device(device)
+    group = _group(member, device)
+    parallel = _split(section.parallel, group) if group else ALONE
+    folder = CheckpointFolder(config.target)
+    placement = _placement(folder, section.parallel)
+    model = load_model(folder, getattr(torch, section.dtype), device, parallel, placement, progress)
+    return TargetPart(model, device, group, placement)
+
+
+def _placement(folder: CheckpointFolder, config: ParallelConfig) -> Placement | None:
+    if config.placement is None:
+        return None
+    mixture = read_config(folder).mixture
+    if mixture is None:
+        raise StartupError(f"verifier.parallel.placement: {folder.path} has no mixture of experts")
+    return read_placement(config.placement, mixture.layers, mixture.experts, config.ep)
+
+
+def _group(member: Member, device: torch.device) -> Group | None:
+    if member.size == 1:
+        return None
+    if device.type == "cpu" and member.memory:
+        return SharedMemoryRanks(member.memory, member.rank, member.size)
+    from verifier_service.parallel.distributed import DistributedRanks
+
+    return DistributedRanks(member, device)
+
+
+def _split(config: ParallelConfig, group: Group) -> Parallel:
+    mine = Shard(group.rank, group.size)
+    return Parallel(group, mine if config.tp > 1 else WHOLE, mine, config.experts == "cut")
