@@ -9,7 +9,7 @@ import torch
 from tandem.expert_files import ExpertPlacement, read_loads, write_placement
 from tandem.v1 import generation_pb2
 from tests.fakes.random_targets import random_architecture
-from tests.integration.test_ranks import PROMPT, running, tokens_of
+from tests.fakes.rank_processes import PROMPT, running, tokens_of
 
 pytestmark = pytest.mark.slow
 
