@@ -34,6 +34,9 @@ _LEARN_DRAFTS = 96
 """Drafts to see before it is decided against drafts, of greedy and of sampled sequences if both are there."""
 _LEARN_NODES = 3
 """Nodes of each that are verified until then at least: what is not verified teaches nothing."""
+_MORE_EVERY = 8
+"""Steps of which one asks for more nodes than are thought worth it: what is never asked for is not known, and texts
+change."""
 _SETTLED_STEPS = 8
 """The load that is decided for is the highest of so many steps: a sequence that ended is soon replaced where there
 is a load, and the steps until then tell nothing of others."""
@@ -151,8 +154,9 @@ class SpeculationController:
     def drafter_changed(self) -> None:
         """A drafter came: how fast it is is not known."""
         self.drafts.forget()
-        for memory in self._memories:
-            memory.count = 0
+        self.calibration = Calibration()
+        self._memories = (DraftMemory(self._max_nodes), DraftMemory(self._max_nodes))
+        self.outlook = Outlook(self._max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
         self._probe_began, self._probe_cost = None, 0.0
         self._turn(True)
         self._until_review = 0
@@ -180,7 +184,10 @@ class SpeculationController:
         elif self._probe:
             order = self._probe
         elif self.speculating:
-            order = Order(Asked.ALL, self.outlook.nodes, Reason.PAYS)
+            nodes = self.outlook.nodes
+            if self._steps % _MORE_EVERY == 0:
+                nodes = next((count for count in _node_counts(self._max_nodes) if count > nodes), nodes)
+            order = Order(Asked.ALL, nodes, Reason.PAYS)
         else:
             order = Order(Asked.NONE, 0, Reason.NO_GAIN)
         resumes = self.speculating or order.reason is Reason.LEARNING

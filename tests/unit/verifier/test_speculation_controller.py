@@ -1,13 +1,18 @@
 """The controller in simulated worlds whose true costs and acceptances it is not told: never slower in any."""
 
 import logging
+import math
+import random
 from statistics import median
 
+import numpy as np
 import pytest
 
+from tandem.draft_tree import Draft
 from tests.fakes.speculation_world import Drive as Driver
 from tests.fakes.speculation_world import World, cpu, cpu_drafter, dense_gpu, fast_drafter, moe
 from verifier_service.speculation.controller import Asked, DecodeLoad, Reason
+from verifier_service.speculation.paths import Paths
 
 WORLDS = {
     "gpu": {"step_seconds": dense_gpu, "draft_seconds": fast_drafter, "captured": True, "start_error": 0.02},
@@ -101,6 +106,35 @@ def test_a_load_that_changes_is_followed_within_steps() -> None:
     assert drive.controller.speculating
     drive.run(16, 40)
     assert not drive.controller.speculating
+
+
+def test_drafts_that_were_worth_little_are_asked_for_whole_again_when_they_are_worth_more() -> None:
+    """What is not asked for is not seen: a text of which one node pays must not fix that for the next text."""
+    controller, rng = world("cpu").controller(), random.Random(1)
+
+    def run(probabilities: list[float], steps: int) -> int:
+        """One sequence, blocks with these probabilities, which are true; returns how many nodes were asked for last."""
+        asked = 0
+        for _ in range(steps):
+            order = controller.plan(DecodeLoad(1, 1, 300.0))
+            rows = 1
+            if order.asked is Asked.ALL and order.nodes:
+                asked = order.nodes
+                block = Draft.block(list(range(len(probabilities))), [math.log(p) for p in probabilities])
+                paths = Paths.of([block.truncated(asked)], [False])
+                controller.observe_wait(1, asked, 0.003, True)
+                controller.observe_drafts(paths, np.array([asked]), np.array([True]))
+                (nodes,) = controller.budget(paths, 1.0, 1, 1, 300.0).nodes[0]
+                right = [p for p in range(nodes) if all(rng.random() < q for q in probabilities[: p + 1])]
+                accepted = np.arange(nodes) < len(right)
+                controller.calibration.observe(paths.probabilities[0, :nodes], paths.cells[0, :nodes], accepted, 1, 0)
+                rows += int(nodes)
+            controller.observe_step(rows, 1, 300.0, cpu(rows, 1))
+        return asked
+
+    run([0.95] * 7, 300)
+    assert run([0.95] + [1e-6] * 6, 800) <= 4
+    assert run([0.95] * 7, 400) >= 6
 
 
 def test_a_new_drafter_is_learned_anew() -> None:
