@@ -11,7 +11,8 @@ BENCHES ?= bench.json
 VERIFY_COST ?= bench-verify-cost.json
 SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
-.PHONY: setup model demo demo-ep8 lossless test test-fast lint types protos check-protos bench verify-cost figures clean
+.PHONY: setup model demo demo-ep8 lossless test test-fast lint types protos check-protos bench verify-cost figures \
+  deploy-test clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -83,7 +84,6 @@ clean:
 	rm -rf $(VENV) $(TARGET) $(MIXTURE) build .mypy_cache .ruff_cache .pytest_cache
 
 # The manifests, without a cluster: rendered, validated, compared with the code.
-.PHONY: deploy-test
 deploy-test: setup
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deploy]'
 	$(BIN)/python -m pytest tests/deploy

@@ -17,7 +17,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -26,13 +26,15 @@ from prometheus_client import CollectorRegistry
 from drafter_service.context_store import ContextStore
 from drafter_service.messages import Answer, Gap
 from drafter_service.metrics import DrafterMetrics
+from drafter_service.rounds import Work
 from drafter_service.verifier_link import VerifierLink
+from tandem.checkpoints.model_json import read_vocab_size
 from tandem.config import load_config
 from tandem.draft_tree import Draft
 from tandem.logs import setup_logging
 from tandem.position_random import position_uniforms
 from tandem.rpc import Health, bind, server_options, wait_for_signal
-from tandem.speculation import PROTOCOL_VERSION, DraftRequest, Round, SequenceDraft
+from tandem.speculation import PROTOCOL_VERSION, Context, DraftRequest, Round
 from tandem.v1 import speculation_pb2
 
 SERVICE = "tandem.Drafter"
@@ -71,52 +73,50 @@ def acceptance_probability(acceptance_length: float, nodes: int) -> float:
     return (low + high) / 2
 
 
+@dataclass
+class _Following:
+    """A sequence as far as it is known."""
+
+    tokens: list[int] = field(default_factory=list)
+    text: int | None = None
+    """The recorded text that it followed when it was last drafted for."""
+
+
 class ReplayDrafter:
     """Drafts for one verifier's stream."""
 
     def __init__(self, recorded: Sequence[Recorded], nodes: int, probability: float, vocab_size: int):
         """nodes: of a draft at most. probability: of each recorded token to be proposed as it is."""
+        self._metrics = DrafterMetrics(CollectorRegistry())
         self._texts = [r.prompt + r.answer for r in recorded]
         self._nodes = nodes
         self._probability = probability
         self._log_prob = math.log(max(probability, LEAST_PROBABILITY))
         self._vocab_size = vocab_size
-        self._store: ContextStore[list[int]] = ContextStore(list)
-        self._found: dict[int, int] = {}
-        """Per sequence the text that it followed when it was last drafted for."""
+        self._store: ContextStore[_Following] = ContextStore(_Following)
 
-    def work(self, rounds: list[Round]) -> Answer:
+    def work(self, rounds: Sequence[Round]) -> Answer:
         """Answers every request; with an empty draft where no recorded text goes on from there."""
         started = time.perf_counter()
-        requests: dict[int, DraftRequest] = {}
-        gaps: dict[int, Gap] = {}
-        for work in rounds:
-            for context in work.contexts:
-                tokens = self._store.extend(context.sequence_id, context.epoch, context.start_position, context.count)
-                if isinstance(tokens, Gap):
-                    gaps[context.sequence_id] = tokens
-                elif tokens is not None:
-                    start = context.start_position
-                    tokens[start : start + context.count] = context.token_ids
-            requests |= {request.sequence_id: request for request in work.requests}
-            for sequence_id in work.released_sequence_ids:
-                self._store.release(sequence_id)
-                self._found.pop(sequence_id, None)
-                requests.pop(sequence_id, None)
-        drafts = []
-        for request in requests.values():
-            held = self._store.behind(request.sequence_id, request.epoch, request.base_position)
-            if isinstance(held, Gap):
-                gaps[request.sequence_id] = held
-            elif held is not None:
-                draft = self._draft(request, held)
-                drafts.append(SequenceDraft(request.sequence_id, request.epoch, request.base_position, draft))
-        return Answer(drafts, list(gaps.values()), int((time.perf_counter() - started) * 1e6))
+        work = Work.of(rounds, self._store, self._vocab_size, self._take)
+        ready = work.ready(self._metrics)
+        drafts = [self._draft(request, following) for request, following in ready]
+        return work.answer([r for r, _ in ready], drafts, time.perf_counter() - started, self._metrics)
 
-    def _draft(self, request: DraftRequest, held: list[int]) -> Draft:
-        number = self._text_of(request.sequence_id, [*held, request.anchor])
+    def _take(self, context: Context) -> Gap | None:
+        following = self._store.extend(context.sequence_id, context.epoch, context.start_position, context.count)
+        if isinstance(following, Gap):
+            return following
+        if following is not None:
+            start = context.start_position
+            following.tokens[start : start + context.count] = context.token_ids
+        return None
+
+    def _draft(self, request: DraftRequest, following: _Following) -> Draft:
+        number = self._text_of(following, request.anchor)
         if number is None:
             return Draft.block([], [])
+        following.text = number
         first = request.base_position + 1
         tokens = self._texts[number][first : first + min(self._nodes, request.max_nodes)]
         # Keyed by text and position: a position is right or wrong in every run and mode alike.
@@ -127,15 +127,12 @@ class ReplayDrafter:
         ]
         return Draft.block(proposed, [self._log_prob] * len(proposed))
 
-    def _text_of(self, sequence_id: int, known: list[int]) -> int | None:
+    def _text_of(self, following: _Following, anchor: int) -> int | None:
         """The recorded text that begins with the known tokens."""
-        last = self._found.get(sequence_id)
+        known = [*following.tokens, anchor]
+        last = following.text
         candidates = range(len(self._texts)) if last is None else (last, *range(len(self._texts)))
-        for number in candidates:
-            if self._texts[number][: len(known)] == known:
-                self._found[sequence_id] = number
-                return number
-        return None
+        return next((number for number in candidates if self._texts[number][: len(known)] == known), None)
 
 
 async def run_replay_drafter(config_path: Path, recording: Path, nodes: int, acceptance_length: float) -> None:
@@ -145,7 +142,7 @@ async def run_replay_drafter(config_path: Path, recording: Path, nodes: int, acc
     setup_logging("replay drafter", section.log_level)
     recorded = load_recording(recording)
     probability = acceptance_probability(acceptance_length, nodes)
-    vocab_size = json.loads((config.target / "config.json").read_text())["vocab_size"]
+    vocab_size = read_vocab_size(config.target)
     server = grpc.aio.server(options=server_options())
     health = Health(server, [SERVICE], section.reflection)
     bind(server, section.listen, "drafter.listen")

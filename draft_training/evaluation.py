@@ -10,7 +10,8 @@ from draft_training.measurement import Measured, measure_sources, with_ngram
 from draft_training.prompts import read_prompts
 from draft_training.recording import record_answers
 from gateway.tokenizer import TargetTokenizer
-from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.model_json import eos_token_ids
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device

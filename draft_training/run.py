@@ -25,7 +25,8 @@ from draft_training.trainer import Trainer
 from draft_training.write_data import import_seed_shards
 from gateway.tokenizer import TargetTokenizer
 from tandem.bench.machine import machine_line
-from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.model_json import eos_token_ids
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device, set_threads

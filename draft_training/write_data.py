@@ -24,7 +24,8 @@ from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapWriter
 from draft_training.writer import ConversationWriter, ShardSink
 from gateway.tokenizer import TargetTokenizer
-from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids
+from tandem.checkpoints.folder import CheckpointFolder
+from tandem.checkpoints.model_json import eos_token_ids
 from tandem.errors import StartupError
 from tandem.logs import setup_logging
 from tandem.torch_setup import pick_device

@@ -3,17 +3,16 @@
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.verifier_link import RoundWorker, VerifierLink
+from tandem.checkpoints.model_json import read_vocab_size
 from tandem.config import StackConfig
 from tandem.errors import StartupError
 from tandem.metrics import serve_metrics
@@ -98,7 +97,7 @@ def _dflash(config: StackConfig, metrics: DrafterMetrics) -> _Source:
 def _ngram(config: StackConfig, metrics: DrafterMetrics) -> _Source:
     from drafter_service.ngram_drafter import NgramDrafter
 
-    vocab_size = _vocab_size(config.target)
+    vocab_size = read_vocab_size(config.target)
     registration = speculation_pb2.Registration(
         protocol_version=PROTOCOL_VERSION,
         draft_source=speculation_pb2.DRAFT_SOURCE_NGRAM,
@@ -106,16 +105,3 @@ def _ngram(config: StackConfig, metrics: DrafterMetrics) -> _Source:
         drafter_name=config.drafter.name,
     )
     return _Source(registration, lambda _: NgramDrafter(config.drafter, vocab_size, metrics))
-
-
-def _vocab_size(target: Path) -> int:
-    """Of the target's config.json, where multimodal checkpoints keep the language model's under text_config."""
-    where = target / "config.json"
-    try:
-        config = json.loads(where.read_text())
-        size = config.get("text_config", config)["vocab_size"]
-    except (OSError, ValueError, LookupError, AttributeError) as error:
-        raise StartupError(f"{where}: vocab_size: cannot be read: {error!r}") from None
-    if not isinstance(size, int) or size < 1:
-        raise StartupError(f"{where}: vocab_size: must be a number of at least 1, is {size!r}")
-    return size

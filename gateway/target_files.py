@@ -1,25 +1,12 @@
 """The JSON files of the target's folder that the gateway reads. StartupError names the file."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoints.model_json import read_json
 from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise StartupError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartupError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise StartupError(f"{path}: must hold a JSON object")
-    return data
 
 
 @dataclass(frozen=True)
@@ -78,16 +65,6 @@ def read_default_sampling(folder: Path) -> SamplingParams:
     for violation in sampling.violations(prefix=""):
         raise StartupError(f"{path}: {violation.field}: {violation.reason}")
     return sampling
-
-
-def read_vocab_size(folder: Path) -> int:
-    """The target's number of ids, from config.json; of a multimodal model its text part's."""
-    path = folder / "config.json"
-    config = read_json(path)
-    size = config.get("text_config", config).get("vocab_size")
-    if not isinstance(size, int) or size < 1:
-        raise StartupError(f"{path}: vocab_size must be a positive integer, is {size!r}")
-    return size
 
 
 def read_media_token_ids(folder: Path) -> frozenset[int]:

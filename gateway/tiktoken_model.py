@@ -14,7 +14,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from gateway.byte_level import spelling_of
-from gateway.target_files import read_json, read_vocab_size
+from tandem.checkpoints.model_json import read_json, read_vocab_size
 from tandem.errors import StartupError
 
 FILE = "tiktoken.model"

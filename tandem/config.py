@@ -251,8 +251,7 @@ def with_ranks(config: StackConfig, ep: int | None, tp: int | None) -> StackConf
     try:
         parallel = ParallelConfig.model_validate({**verifier.parallel.model_dump(), **changes})
     except ValidationError as error:
-        lines = (_describe(e) for e in error.errors(include_url=False))
-        raise StartupError("\n".join(f"--ep, --tp: {line}" for line in lines)) from None
+        raise _refused("--ep, --tp", error) from None
     return config.model_copy(update={"verifier": verifier.model_copy(update={"parallel": parallel})})
 
 
@@ -269,8 +268,12 @@ def read_config(path: Path, kind: type[Config]) -> Config:
     try:
         return kind.model_validate(data, context={"base": path.parent})
     except ValidationError as error:
-        lines = (_describe(e) for e in error.errors(include_url=False))
-        raise StartupError("\n".join(f"config {path}: {line}" for line in lines)) from None
+        raise _refused(f"config {path}", error) from None
+
+
+def _refused(where: str, error: ValidationError) -> StartupError:
+    lines = (_describe(e) for e in error.errors(include_url=False))
+    return StartupError("\n".join(f"{where}: {line}" for line in lines))
 
 
 def _describe(error: Any) -> str:

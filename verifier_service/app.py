@@ -12,7 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from prometheus_client import CollectorRegistry
 
-from tandem.checkpoints.folder import CheckpointFolder, eos_token_ids, fingerprint
+from tandem.checkpoints.folder import CheckpointFolder, fingerprint
+from tandem.checkpoints.model_json import eos_token_ids
 from tandem.checkpoints.progress import loading_progress
 from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
@@ -120,11 +121,12 @@ def build(
     """Load the models and put the engine together. RankLost if one of the followers cannot do its part."""
     section = config.verifier
     started = time.perf_counter()
-    shape = read_config(CheckpointFolder(config.target))
+    folder = CheckpointFolder(config.target)
+    shape = read_config(folder)
     if section.parallel.expert_loads and shape.mixture is None:
         raise StartupError(f"verifier.parallel.expert_loads: {config.target} has no mixture of experts")
     with loading_progress(config.target.name, shape.layers) as progress:
-        part = load_part(config, member, progress)
+        part = load_part(config, folder, member, progress)
     model, device, dtype = part.model, part.device, part.model.dtype
     features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
     tell_ranks = None

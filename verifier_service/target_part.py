@@ -32,8 +32,10 @@ class TargetPart:
     """None: experts are split over the ranks in order of ids."""
 
 
-def load_part(config: StackConfig, member: Member, progress: Callable[[str, int], None] | None = None) -> TargetPart:
-    """Load it, in the thread that will run it. StartupError as load_model's."""
+def load_part(
+    config: StackConfig, folder: CheckpointFolder, member: Member, progress: Callable[[str, int], None] | None = None
+) -> TargetPart:
+    """Load it from the target's folder, in the thread that will run it. StartupError as load_model's."""
     section = config.verifier
     device = pick_device(section.device, "verifier.device")
     if member.size == 1:
@@ -45,7 +47,6 @@ def load_part(config: StackConfig, member: Member, progress: Callable[[str, int]
             torch.cuda.set_device(device)
     group = _group(member, device)
     parallel = _split(section.parallel, group) if group else ALONE
-    folder = CheckpointFolder(config.target)
     placement = _placement(folder, section.parallel)
     model = load_model(folder, getattr(torch, section.dtype), device, parallel, placement, progress)
     return TargetPart(model, device, group, placement)

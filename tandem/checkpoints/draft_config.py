@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem.checkpoints.folder import read_json
+from tandem.checkpoints.model_json import read_json
 from tandem.errors import StartupError
 from tandem.layers.rope import RopeConfig
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tandem.checkpoints.model_json import read_json, text_config
 from tandem.errors import StartupError
 
 _MAX_MAPPED = 64 * 2**20
@@ -147,25 +147,6 @@ def _trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that describes the language model."""
-    nested: dict[str, Any] = config.get("text_config") or config
-    return nested
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; StartupError names the file."""
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise StartupError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise StartupError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise StartupError(f"{path}: must hold a JSON object")
-    return data
-
-
 def fingerprint(folder: Path) -> str:
     """Identity of a draft model's files: SHA-256 over config.json and, per safetensors file, its header, its size and
     its first and last MiB of data. Reads at most a few MiB, whatever the model's size."""
@@ -180,14 +161,3 @@ def fingerprint(folder: Path) -> str:
             handle.seek(max(0, size - mib))
             digest.update(handle.read(mib))
     return digest.hexdigest()[:32]
-
-
-def eos_token_ids(target: Path) -> list[int]:
-    """End-of-sequence ids: config.json's, its text_config's and generation_config.json's, united."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if (target / name).is_file():
-            config = read_json(target / name)
-            for value in (config.get("eos_token_id"), text_config(config).get("eos_token_id")):
-                found |= set(value if isinstance(value, list) else [] if value is None else [value])
-    return sorted(found)

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tandem.checkpoints.folder import CheckpointFolder, read_json
+from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.gguf_convert import Progress, llama_shapes
+from tandem.checkpoints.model_json import read_json
 from tandem.errors import StartupError
 
 INDEX = "model.safetensors.index.json"

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from tandem.checkpoints.folder import CheckpointFolder
 from tandem.config import StackConfig
 from tandem.errors import StartupError, Unavailable
 from verifier_service.parallel.launch import Member
@@ -43,7 +44,7 @@ def follow(config: StackConfig, member: Member) -> None:
 
 @torch.inference_mode()
 def _run(config: StackConfig, member: Member, leader: Leader) -> None:
-    part = load_part(config, member)
+    part = load_part(config, CheckpointFolder(config.target), member)
     section = config.verifier
     executor = StepExecutor(part.model, section.kv_blocks, section.kv_block_tokens, part.device)
     gc.freeze()

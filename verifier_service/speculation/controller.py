@@ -120,17 +120,14 @@ class SpeculationController:
         """max_nodes: nodes of a draft at most."""
         self.steps = steps
         self.drafts = DraftCosts()
-        self.calibration = Calibration()
         self.speculating = True
         """Whether drafts are asked for, probes apart. At first they are, to learn what they bring."""
-        self.outlook = Outlook(max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
         self.order = Order(Asked.NONE, 0, Reason.LEARNING)
         """The last."""
         self.supplied = Asked.ALL
         """Whose drafters hold what was committed up to the last step."""
-        self._memories = (DraftMemory(max_nodes), DraftMemory(max_nodes))
-        """Drafts of greedy sequences, and of those that sample."""
         self._max_nodes = max_nodes
+        self._forget_drafts()
         self._loads: deque[DecodeLoad] = deque(maxlen=_SETTLED_STEPS)
         self._load = DecodeLoad(0, 0, 0.0)
         """What is decided for."""
@@ -154,9 +151,7 @@ class SpeculationController:
     def drafter_changed(self) -> None:
         """A drafter came: how fast it is is not known."""
         self.drafts.forget()
-        self.calibration = Calibration()
-        self._memories = (DraftMemory(self._max_nodes), DraftMemory(self._max_nodes))
-        self.outlook = Outlook(self._max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
+        self._forget_drafts()
         self._probe_began, self._probe_cost = None, 0.0
         self._turn(True)
         self._until_review = 0
@@ -203,6 +198,13 @@ class SpeculationController:
             logger.debug("%s", self._explain(order, load))
             self.order = order
         return order
+
+    def _forget_drafts(self) -> None:
+        """What drafts are worth is not known."""
+        self.calibration = Calibration()
+        self._memories = (DraftMemory(self._max_nodes), DraftMemory(self._max_nodes))
+        """Drafts of greedy sequences, and of those that sample."""
+        self.outlook = Outlook(self._max_nodes, math.inf, math.inf, 1.0, 0.0, 0.0, 0.0)
 
     def _settle_probe(self) -> None:
         """What a probe for drafts cost is known when its last step is over."""
