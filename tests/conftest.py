@@ -4,3 +4,5 @@ import os
 
 # Idle OpenMP threads that spin starve the others where tests, services and peers share few cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+# Triton kernels run on CPU tensors, by numpy. Triton reads it when it is first imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")

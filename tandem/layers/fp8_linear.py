@@ -19,12 +19,17 @@ class Fp8Linear:
         columns begin, for a part of a weight that is cut between multiples of 128."""
         self._values = values
         self._scale = scale
-        self._first_column = first_column
+        self.first_column = first_column
 
     @property
     def nbytes(self) -> int:
         """Memory it takes."""
         return self._values.nbytes + self._scale.nbytes
+
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """values and scale, as given."""
+        return self._values, self._scale
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] to [rows, out]."""
@@ -40,10 +45,10 @@ class Fp8Linear:
 
     def to(self, device: torch.device) -> "Fp8Linear":
         """The same on another device."""
-        return Fp8Linear(self._values.to(device), self._scale.to(device), self._first_column)
+        return Fp8Linear(self._values.to(device), self._scale.to(device), self.first_column)
 
     def _dense(self, rows: slice, dtype: torch.dtype) -> torch.Tensor:
         values = self._values[rows].float()
-        first = self._first_column
+        first = self.first_column
         scale = self._scale[rows].repeat_interleave(BLOCK, dim=1)[:, first : first + values.shape[1]]
         return values.mul_(scale).to(dtype)

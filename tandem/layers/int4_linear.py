@@ -25,6 +25,11 @@ class Int4Linear:
         """Memory it takes."""
         return self._packed.nbytes + self._scale.nbytes
 
+    @property
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """packed and scale, as given."""
+        return self._packed, self._scale
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] to [rows, out]."""
         return linear_by_tiles(x, self._packed.shape[0], lambda rows: self._dense(rows, x.dtype))

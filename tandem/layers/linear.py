@@ -26,6 +26,11 @@ class Linear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS) if self._packed else weight
         self._bias = bias
 
+    @property
+    def stored(self) -> tuple[torch.Tensor, None]:
+        """The weight as given, which has no scale."""
+        return self._weight.to_dense() if self._packed else self._weight, None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, in] to [rows, out]."""
         if self._packed:

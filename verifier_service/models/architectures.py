@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
+from tandem.kernels.route import Routing
 from tandem.layers.rope import RopeConfig
 from verifier_service.models.target_config import (
     PROJECTIONS,
@@ -13,7 +14,6 @@ from verifier_service.models.target_config import (
     GroupedAttention,
     LatentAttention,
     Mixture,
-    Routing,
     TargetConfig,
 )
 

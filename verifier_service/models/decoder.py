@@ -11,7 +11,7 @@ from verifier_service.models.gqa import GroupedQueryAttention
 from verifier_service.models.mla import MultiHeadLatentAttention
 from verifier_service.models.mlp import Mlp
 from verifier_service.models.moe import MixtureOfExperts
-from verifier_service.models.target_config import TargetConfig
+from verifier_service.models.target_config import LatentAttention, TargetConfig
 from verifier_service.models.target_model import ForwardBatch
 from verifier_service.parallel.ranks import Ranks
 
@@ -28,6 +28,8 @@ class Layer:
 
 class DecoderModel:
     """The network with its weights, or one rank's part of it: a TargetModel."""
+
+    wants_tables = False
 
     def __init__(
         self,
@@ -47,6 +49,8 @@ class DecoderModel:
         self.max_positions = config.max_positions
         self.dtype = embedding.dtype
         self.heads_per_kv_head = layers[0].attention.heads_per_kv_head
+        shape = config.attention
+        self.value_dim = shape.kv_rank if isinstance(shape, LatentAttention) else shape.head_dim
         self.head_is_split = head_ranks.size > 1
         self._embedding = embedding
         self._layers = layers
@@ -54,6 +58,12 @@ class DecoderModel:
         self._head = head
         self._head_ranks = head_ranks
         self._rope = rope
+
+    @property
+    def routes(self) -> tuple[int, int]:
+        """Mixtures of experts, and experts per token: (0, 0) without any."""
+        mixture = self.config.mixture
+        return (len(mixture.layers), mixture.experts_per_token) if mixture else (0, 0)
 
     @property
     def routing(self) -> list[torch.Tensor]:
@@ -66,6 +76,16 @@ class DecoderModel:
         """Per mixture of experts, in order of the layers: memory of one expert's weights, or of this rank's part."""
         return [layer.mlp.expert_bytes for layer in self._layers if isinstance(layer.mlp, MixtureOfExperts)]
 
+    @property
+    def layer_bytes(self) -> int:
+        """Memory of the layers' weights held here, routed experts left out: what every step reads."""
+        return sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self._layers)
+
+    @property
+    def head_bytes(self) -> int:
+        """Memory of the head's rows held here."""
+        return self._head.nbytes if self._head else 0
+
     def kv_shape(self, blocks: int, block_tokens: int) -> tuple[int, ...]:
         """Shape of one layer's KV pool."""
         return blocks, block_tokens, *self._layers[0].attention.kv_shape()
@@ -76,12 +96,15 @@ class DecoderModel:
         """See TargetModel."""
         eps = self.config.eps
         x = F.embedding(batch.token_ids, self._embedding)
-        real_rows = len(x) - batch.padding
+        real_rows, padding = len(x) - batch.padding, None
+        if batch.tables:
+            padding = (torch.arange(len(x), device=x.device) >= batch.tables.first_rows[-1])[:, None]
         cos, sin = self._rope.index_select(0, batch.positions)[:, :, None].unbind(1)
         taps: dict[int, torch.Tensor] = {}
         for i, layer in enumerate(self._layers):
-            x = layer.attention.added_to(x, rms_norm(x, layer.input_norm, eps), (cos, sin), batch, kv[i])
-            x = layer.mlp.added_to(x, rms_norm(x, layer.post_norm, eps), real_rows)
+            normed = rms_norm(x, layer.input_norm, eps)
+            x, normed = layer.attention.added_and_normed(x, normed, (cos, sin), batch, kv[i], layer.post_norm)
+            x = layer.mlp.added_to(x, normed, real_rows, padding)
             if i in tap_layers:
                 taps[i] = x
         return x, [taps[i] for i in tap_layers]

@@ -4,9 +4,8 @@ import torch
 
 from tandem.checkpoints.shard import Shard
 from tandem.checkpoints.weights import WeightReader
-from tandem.layers.norm import rms_norm
-from tandem.layers.rope import apply_rope
-from verifier_service.models.reduction import added_to
+from tandem.kernels.rope import keep_keys_and_values
+from verifier_service.models.reduction import added_and_normed
 from verifier_service.models.target_config import GroupedAttention, TargetConfig
 from verifier_service.models.target_model import ForwardBatch
 from verifier_service.parallel.ranks import OneRank, Parallel
@@ -29,7 +28,12 @@ class GroupedQueryAttention:
         parts = [([q, *kv], shard)] if kv_shard == shard else [([q], shard), (kv, kv_shard)]
         self._qkv = [reader.linear(names, target.hidden_size, part) for names, part in parts]
         self._out = reader.linear([(f"{prefix}o_proj", target.hidden_size)], target.heads * self._dim, shard, dim=1)
-        self._norms = [reader.tensor(f"{prefix}{n}_norm.weight", (self._dim,)) for n in "qk"] if shape.qk_norm else None
+        self.nbytes = sum(linear.nbytes for linear in (*self._qkv, self._out))
+        """Memory the weights held here take."""
+        self._norms = None
+        if shape.qk_norm:
+            q_norm, k_norm = (reader.tensor(f"{prefix}{n}_norm.weight", (self._dim,)) for n in "qk")
+            self._norms = q_norm, k_norm
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -39,31 +43,23 @@ class GroupedQueryAttention:
         """Of a token: key and value, heads, dimensions."""
         return 2, self._kv_heads, self._dim
 
-    def added_to(
+    def added_and_normed(
         self,
         residual: torch.Tensor,
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         kv: torch.Tensor,
-    ) -> torch.Tensor:
-        """residual + attention of x [rows, hidden], over all ranks; writes the rows' keys and values into kv.
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + attention of x [rows, hidden], over all ranks, and its RMSNorm; writes keys and values into kv.
 
-        rotation: cos and sin of the rows, [rows, 1, head_dim].
+        norm [hidden]: the RMSNorm's weight. rotation: cos and sin of the rows, [rows, 1, head_dim].
         """
         projected = [linear(x) for linear in self._qkv]
         qkv = (projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)).view(len(x), -1, self._dim)
-        turning = self._heads + self._kv_heads
-        rotated = apply_rope(self._normed(qkv[:, :turning]), *rotation)
-        q, k = rotated[:, : self._heads], rotated[:, self._heads :]
-        kv.flatten(0, 1).index_copy_(0, batch.slots, torch.stack((k, qkv[:, turning:]), dim=1))
-        return added_to(residual, self._out, batch.attention(q, kv, self._scale), self._ranks)
-
-    def _normed(self, qk: torch.Tensor) -> torch.Tensor:
-        if self._norms is None:
-            return qk
-        parts = qk.split([self._heads, self._kv_heads], dim=1)
-        return torch.cat([rms_norm(p, norm, self._eps) for p, norm in zip(parts, self._norms, strict=True)], dim=1)
+        q = keep_keys_and_values(qkv, self._heads, self._norms, self._eps, rotation, kv, batch.slots)
+        return added_and_normed(residual, self._out, batch.attention(q, kv, self._scale), self._ranks, norm, self._eps)
 
 
 def _kv_shard(shard: Shard, kv_heads: int) -> Shard:

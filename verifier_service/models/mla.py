@@ -8,9 +8,9 @@ the same bits whether it was decoded, verified or prefilled.
 import torch
 
 from tandem.checkpoints.weights import WeightReader
-from tandem.layers.norm import rms_norm
-from tandem.layers.rope import apply_rope, apply_rope_to_pairs
-from verifier_service.models.reduction import added_to
+from tandem.kernels.rms_norm import rms_norm
+from tandem.kernels.rope import keep_latents, rope
+from verifier_service.models.reduction import added_and_normed
 from verifier_service.models.target_config import LatentAttention, TargetConfig
 from verifier_service.models.target_model import ForwardBatch
 from verifier_service.parallel.ranks import OneRank, Parallel
@@ -26,9 +26,8 @@ class MultiHeadLatentAttention:
         self, target: TargetConfig, shape: LatentAttention, reader: WeightReader, prefix: str, parallel: Parallel
     ):
         shard, hidden, self._shape = parallel.attention, target.hidden_size, shape
-        self._heads = len(shard.of(target.heads, "num_attention_heads"))
+        self._heads, self._eps = len(shard.of(target.heads, "num_attention_heads")), target.eps
         self._ranks = parallel.ranks if shard.count > 1 else OneRank()
-        self._rope = apply_rope_to_pairs if shape.interleaved_rope else apply_rope
         query_size = target.heads * (shape.nope_dim + shape.rope_dim)
         squeezed = [(f"{prefix}kv_a_proj_with_mqa", shape.kv_rank + shape.rope_dim)]
         if shape.q_rank:
@@ -48,6 +47,9 @@ class MultiHeadLatentAttention:
         self._values = expand[:, shape.nope_dim :].transpose(1, 2).contiguous()
         """[heads, latent, value]"""
         self._out = reader.linear([(f"{prefix}o_proj", hidden)], target.heads * shape.value_dim, shard, dim=1)
+        weights = (self._query, self._squeeze, self._absorb, self._values, self._out)
+        self.nbytes = sum(weight.nbytes for weight in weights)
+        """Memory the weights held here take."""
 
     @property
     def heads_per_kv_head(self) -> int:
@@ -57,29 +59,28 @@ class MultiHeadLatentAttention:
         """Of a token: the latent, then the rotated part of the key."""
         return 1, 1, self._shape.kv_rank + self._shape.rope_dim
 
-    def added_to(
+    def added_and_normed(
         self,
         residual: torch.Tensor,
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         kv: torch.Tensor,
-    ) -> torch.Tensor:
-        """residual + attention of x [rows, hidden], over all ranks; writes the rows' latents into kv.
+        norm: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + attention of x [rows, hidden], over all ranks, and its RMSNorm; writes the rows' latents into kv.
 
-        rotation: cos and sin of the rows, [rows, 1, rope_dim].
+        norm [hidden]: the RMSNorm's weight. rotation: cos and sin of the rows, [rows, 1, rope_dim].
         """
         s, rows = self._shape, len(x)
         squeezed = self._squeeze(x)
-        latent, k_rope = squeezed[:, -s.kv_rank - s.rope_dim :].split([s.kv_rank, s.rope_dim], dim=-1)
-        k_rope = self._rope(k_rope[:, None], *rotation)
-        key = torch.cat((rms_norm(latent, self._latent_norm, _EPS)[:, None], k_rope), dim=-1)
-        kv.flatten(0, 1).index_copy_(0, batch.slots, key[:, None])
+        unkept = squeezed[:, -s.kv_rank - s.rope_dim :]
+        keep_latents(unkept, self._latent_norm, _EPS, rotation, s.interleaved_rope, kv, batch.slots)
 
         query = self._query(rms_norm(squeezed[:, : s.q_rank], self._query_norm, _EPS) if s.q_rank else x)
         q_nope, q_rope = query.view(rows, self._heads, -1).split([s.nope_dim, s.rope_dim], dim=-1)
         absorbed = torch.bmm(q_nope.transpose(0, 1), self._absorb).transpose(0, 1)
-        query = torch.cat((absorbed, self._rope(q_rope, *rotation)), dim=-1)
+        query = torch.cat((absorbed, rope(q_rope, rotation, s.interleaved_rope)), dim=-1)
         attended = batch.attention(query, kv, s.scale).view(rows, self._heads, -1)[..., : s.kv_rank]
         values = torch.bmm(attended.transpose(0, 1), self._values).transpose(0, 1)
-        return added_to(residual, self._out, values.reshape(rows, -1), self._ranks)
+        return added_and_normed(residual, self._out, values.reshape(rows, -1), self._ranks, norm, self._eps)

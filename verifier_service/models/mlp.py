@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from tandem.checkpoints.shard import WHOLE, Shard
-from tandem.checkpoints.weights import WeightReader
+from tandem.checkpoints.weights import AnyLinear, WeightReader
+from verifier_service.models.min_rows import pad_rows
 from verifier_service.models.reduction import added_to
 from verifier_service.models.target_config import ExpertNames
 from verifier_service.parallel.ranks import OneRank, Ranks
@@ -35,7 +36,18 @@ class Mlp:
         """[rows, hidden] to [rows, hidden]: this rank's part of the sum."""
         return self._down(self._inner(x))
 
-    def added_to(self, residual: torch.Tensor, x: torch.Tensor, real_rows: int) -> torch.Tensor:
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """The same for any number of rows: a row's bits do not depend on how many there are."""
+        return self(pad_rows(x))[: len(x)]
+
+    @property
+    def linears(self) -> tuple[AnyLinear, AnyLinear]:
+        """gate_up and down."""
+        return self._gate_up, self._down
+
+    def added_to(
+        self, residual: torch.Tensor, x: torch.Tensor, real_rows: int, padding: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """residual + the MLP of x, over all ranks. All rows are computed, real or not."""
         return added_to(residual, self._down, self._inner(x), self._ranks)
 

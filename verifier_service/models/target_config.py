@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.kernels.route import Routing
 from tandem.layers.rope import RopeConfig
 
 
@@ -34,21 +35,6 @@ class LatentAttention:
     interleaved_rope: bool
     """Rotated pairs are neighbours; otherwise half a head apart."""
     scale: float
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How a row chooses its experts."""
-
-    sigmoid: bool
-    """Scores are sigmoids, each expert has a bias that counts for the choice only; otherwise scores are a softmax."""
-    groups: int
-    kept_groups: int
-    """Experts of the best groups only may be chosen."""
-    normalise: bool
-    """Weights of the chosen are made to sum to 1."""
-    scale: float
-    """Factor of the weights."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from tandem.kernels.step_tables import StepTables
+
 Attention = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(queries [rows, heads, key_dim], one layer's KV pool, scale) -> [rows, heads * value_dim]. With latent KV the whole
 keys serve as values: value_dim is key_dim, and what lies behind the latent means nothing."""
@@ -24,6 +26,9 @@ class ForwardBatch:
     attention: Attention
     padding: int = 0
     """Rows at the end that stand for nothing; a mixture of experts leaves them out."""
+    tables: StepTables | None = None
+    """What each row may look at, in fixed buffers, for steps of fixed shape: `attention` reads them then, padding rows
+    are not left out, and nothing in the forward may wait for the device."""
 
 
 class TargetModel(Protocol):
@@ -36,8 +41,18 @@ class TargetModel(Protocol):
     dtype: torch.dtype
     heads_per_kv_head: int
     """Query heads of this rank that share a key: what attention folds into the query length."""
+    value_dim: int
+    """Of a head's key in the KV pool the dims that are its value too, with latent KV; otherwise the head's own."""
+    wants_tables: bool
+    """Whether forward reads `ForwardBatch.tables` itself, on any device, and has its rows' bits independent of what
+    shares the step: it is given exactly the real rows."""
     head_is_split: bool
     """Whether logits() is a collective that every rank must call; otherwise rank 0 alone does."""
+
+    @property
+    def routes(self) -> tuple[int, int]:
+        """Mixtures of experts, and experts per token: (0, 0) without any."""
+        ...
 
     @property
     def routing(self) -> list[torch.Tensor]:
