@@ -40,6 +40,11 @@ def _yaml_off(value: object) -> object:
     return "off" if value is False else value
 
 
+def _yaml_switch(value: object) -> object:
+    """The same for `on`."""
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
 def _file(value: str | Path, info: ValidationInfo) -> Path:
     path = _path(value, info)
     if not path.is_file():
@@ -55,8 +60,13 @@ def _new_file(value: str | Path, info: ValidationInfo) -> Path:
 
 
 def _path(value: str | Path, info: ValidationInfo) -> Path:
+    return _path_as_written(value, info).resolve()
+
+
+def _path_as_written(value: str | Path, info: ValidationInfo) -> Path:
+    """Links are not followed: they may lead elsewhere later, as those of a mounted Secret do."""
     base = (info.context or {}).get("base", Path())
-    return (base / Path(value).expanduser()).resolve()
+    return (base / Path(value).expanduser()).absolute()
 
 
 Address = Annotated[str, AfterValidator(_address)]
@@ -64,6 +74,8 @@ ModelFolder = Annotated[Path, AfterValidator(_folder)]
 InputFile = Annotated[Path, AfterValidator(_file)]
 OutputFile = Annotated[Path, AfterValidator(_new_file)]
 OutputFolder = Annotated[Path, AfterValidator(_path)]
+ReplaceableFile = Annotated[Path, AfterValidator(_path_as_written)]
+"""Read when it is needed, and again when it has been replaced."""
 Config = TypeVar("Config", bound=BaseModel)
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["bfloat16", "float32"]
@@ -83,6 +95,45 @@ class _ServiceSection(_Section):
     """How long calls in flight may take after SIGTERM."""
 
 
+class ServerTlsConfig(_Section):
+    """A `tls:` section: PEM files of a server."""
+
+    certificate: ReplaceableFile
+    """Its certificate, and those between it and the authority's."""
+    key: ReplaceableFile
+    client_ca: ReplaceableFile | None = None
+    """Clients must have a certificate that these authorities signed; unset asks them for none."""
+
+
+class ClientTlsConfig(_Section):
+    """A `verifier_tls:` section: PEM files of a client of the verifier, to call it by TLS."""
+
+    ca: ReplaceableFile
+    """Authorities whose certificates are trusted. The verifier's must be for the host that is dialled."""
+    certificate: ReplaceableFile | None = None
+    """To show to the verifier."""
+    key: ReplaceableFile | None = None
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> "ClientTlsConfig":
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key must both be set, or neither")
+        return self
+
+
+class _TlsServerSection(_Section):
+    tls: ServerTlsConfig | None = None
+    """Serve by TLS; unset serves plain text."""
+    health_listen: Address | None = None
+    """Health alone, in plain text, at a port of its own, for probes: those of Kubernetes speak no TLS."""
+
+    @model_validator(mode="after")
+    def _tls_leaves_health_to_probes(self) -> "_TlsServerSection":
+        if self.tls and not self.health_listen:
+            raise ValueError("tls needs health_listen: probes, and `tandem`, ask for health without TLS")
+        return self
+
+
 class _ComputeSection(_ServiceSection):
     device: Device = "auto"
     """auto is cuda where there is one."""
@@ -95,12 +146,14 @@ class _ComputeSection(_ServiceSection):
     measured in docs/architecture.md."""
 
 
-class GatewayConfig(_ServiceSection):
+class GatewayConfig(_ServiceSection, _TlsServerSection):
     """The `gateway:` section."""
 
     listen: Address = "127.0.0.1:7600"
     verifier: Address = "127.0.0.1:7601"
     """Where the verifier serves."""
+    verifier_tls: ClientTlsConfig | None = None
+    """Call it by TLS."""
     max_concurrent_requests: int = Field(default=256, ge=1)
     """Generations at once; one more is RESOURCE_EXHAUSTED."""
     max_tokens_default: int | None = Field(default=None, ge=1)
@@ -140,13 +193,33 @@ class ParallelConfig(_Section):
         return self
 
 
-class VerifierConfig(_ComputeSection):
+class DraftGraphsConfig(_Section):
+    """The `drafter.graphs:` section: steps of fixed shape, captured at start and replayed."""
+
+    mode: Annotated[Literal["auto", "off", "on"], BeforeValidator(_yaml_switch)] = "auto"
+    """auto: on a GPU. on: elsewhere too, where the same steps run uncaptured. off: steps have the shapes they need."""
+    eager_fallback: bool = True
+    """Run what cannot be captured without; false makes that a start-up error."""
+
+
+class GraphsConfig(DraftGraphsConfig):
+    """The `verifier.graphs:` section."""
+
+    max_rows: int = Field(default=512, ge=1)
+    """Rows of the largest step captured. Larger ones, such as long prompt chunks, run eagerly."""
+
+
+class VerifierConfig(_ComputeSection, _TlsServerSection):
     """The `verifier:` section."""
 
     listen: Address = "127.0.0.1:7601"
     name: str = "verifier"
     """For logs and drafters."""
     parallel: ParallelConfig = ParallelConfig()
+    graphs: GraphsConfig = GraphsConfig()
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto"
+    """On a CPU: native runs a dense target in bf16 or 4 bits in C++ that is compiled here, auto does where that is
+    possible, torch never."""
     speculation_mode: Annotated[Literal["off", "block", "tree", "auto"], BeforeValidator(_yaml_off)] = "auto"
     """What requests that name no mode get. auto: each step what pays most at that moment."""
     max_draft_nodes: int = Field(default=32, ge=1, le=256)
@@ -167,6 +240,8 @@ class VerifierConfig(_ComputeSection):
     """Prompt tokens of one step at most: a longer prompt is prefilled in chunks, so that others keep streaming."""
     draft_timeout_ms: float = Field(default=200.0, gt=0)
     """A draft later than this is not waited for: the sequence takes a plain step."""
+    show_last_draft: bool = False
+    """Tell the tokens of the draft verified last, of any request, to who asks for live figures, such as the dashboard."""
     overlap_drafting: bool = True
     """Verify some sequences while others are drafted for. False where drafter and verifier share the same cores: a step
     then waits for all drafts, and the two never run at once."""
@@ -179,12 +254,19 @@ class DrafterConfig(_ComputeSection):
     """Where health (and reflection) is served; work arrives on the stream the drafter dials."""
     verifier: Address = "127.0.0.1:7601"
     """The verifier to dial."""
+    verifier_tls: ClientTlsConfig | None = None
+    """Dial it by TLS."""
     name: str = "drafter"
     """For logs and metrics."""
     reconnect_max_seconds: float = Field(default=5.0, gt=0)
     """Longest pause between attempts to reach the verifier."""
     quantization: Literal["none", "int8"] = "none"
     """int8: the draft model multiplies in 8-bit integers, on CPUs several times faster; a little less is accepted."""
+    graphs: DraftGraphsConfig = DraftGraphsConfig()
+    kv_block_tokens: int = Field(default=32, ge=1)
+    """Tokens per block of the draft model's context, with graphs."""
+    kv_blocks: int = Field(default=1024, ge=2)
+    """Such blocks in all. Where they do not hold all sequences some go without drafts."""
     draft_source: Literal["dflash", "ngram"] = "dflash"
     """What drafts come from: draft_model, or the sequence's own text, which needs no model and no torch."""
     ngram_max: int = Field(default=8, ge=1, le=64)
@@ -195,8 +277,35 @@ class DrafterConfig(_ComputeSection):
     """Tokens of a block at most, the anchor included, for ngram."""
 
 
-_DFLASH_KEYS = ("device", "dtype", "threads", "omp_spin_count", "quantization")
+_DFLASH_KEYS = (
+    "device",
+    "dtype",
+    "threads",
+    "omp_spin_count",
+    "quantization",
+    "graphs",
+    "kv_block_tokens",
+    "kv_blocks",
+)
 _NGRAM_KEYS = ("ngram_max", "ngram_min", "ngram_block_size")
+
+
+def _endpoint(value: str) -> str:
+    scheme, separator, address = value.partition("://")
+    if not separator or scheme not in ("http", "https"):
+        raise ValueError(f"must be http://HOST:PORT or https://HOST:PORT, is {value!r}")
+    return f"{scheme}://{_address(address.rstrip('/'))}"
+
+
+class TracingConfig(_Section):
+    """The `tracing:` section: OpenTelemetry spans of all services."""
+
+    endpoint: Annotated[str, AfterValidator(_endpoint)]
+    """An OTLP collector's gRPC port. https is called by TLS, with the system's authorities."""
+    sample_rate: float = Field(default=0.05, ge=0, le=1)
+    """Share of the requests that are traced, of those that do not come with a trace context, which then decides."""
+    verify_step_sample_rate: float = Field(default=0.1, ge=0, le=1)
+    """Share of a traced request's decode steps that are recorded, each with the draft it verifies."""
 
 
 class StackConfig(_Section):
@@ -206,6 +315,8 @@ class StackConfig(_Section):
     """The target: a Hugging Face folder (config.json, safetensors, tokenizer.json)."""
     draft_model: ModelFolder | None = None
     """The draft model: a DFlash folder. Unset: plain decoding only, unless the drafter's draft_source is ngram."""
+    tracing: TracingConfig | None = None
+    """Unset traces nothing."""
     gateway: GatewayConfig = GatewayConfig()
     verifier: VerifierConfig = VerifierConfig()
     drafter: DrafterConfig = DrafterConfig()
@@ -239,9 +350,11 @@ class StackConfig(_Section):
         return self
 
 
-def load_config(path: str | Path) -> StackConfig:
-    """Read and check a config file; StartupError with one line per wrong key."""
-    return read_config(Path(path), StackConfig)
+def load_config(path: str | Path, *more: str | Path) -> StackConfig:
+    """Read and check a config file; StartupError with one line per wrong key.
+
+    `more` are files whose keys are added to it, or replace its own, at any depth. Paths are relative to the first."""
+    return read_config(Path(path), StackConfig, *map(Path, more))
 
 
 def with_ranks(config: StackConfig, ep: int | None, tp: int | None) -> StackConfig:
@@ -255,8 +368,19 @@ def with_ranks(config: StackConfig, ep: int | None, tp: int | None) -> StackConf
     return config.model_copy(update={"verifier": verifier.model_copy(update={"parallel": parallel})})
 
 
-def read_config(path: Path, kind: type[Config]) -> Config:
-    """A YAML file as `kind`; paths in it are relative to the file. StartupError with one line per wrong key."""
+def read_config(path: Path, kind: type[Config], *more: Path) -> Config:
+    """A YAML file, with the keys of `more`, as `kind`; paths in them are relative to the first. StartupError with one
+    line per wrong key."""
+    data: dict[str, Any] = {}
+    for file in (path, *more):
+        data = _merged(data, _read_mapping(file))
+    try:
+        return kind.model_validate(data, context={"base": path.parent})
+    except ValidationError as error:
+        raise _refused(f"config {' + '.join(map(str, (path, *more)))}", error) from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -265,10 +389,12 @@ def read_config(path: Path, kind: type[Config]) -> Config:
         raise StartupError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise StartupError(f"config {path}: must be a mapping with at least the key 'target'")
-    try:
-        return kind.model_validate(data, context={"base": path.parent})
-    except ValidationError as error:
-        raise _refused(f"config {path}", error) from None
+    return data
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {key for key in below.keys() & above.keys() if isinstance(below[key], dict) and isinstance(above[key], dict)}
+    return {**below, **above, **{key: _merged(below[key], above[key]) for key in both}}
 
 
 def _refused(where: str, error: ValidationError) -> StartupError:

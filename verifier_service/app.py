@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import math
 import os
 import sys
 import threading
@@ -17,9 +18,11 @@ from tandem.checkpoints.model_json import eos_token_ids
 from tandem.checkpoints.progress import loading_progress
 from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
-from tandem.metrics import serve_metrics
+from tandem.metrics import new_registry, serve_metrics
 from tandem.rpc import Health, bind, server_options, wait_for_signal
+from tandem.spans import start_tracing
 from tandem.speculation import SpeculationMode
+from tandem.tls import server_files
 from tandem.v1 import speculation_pb2_grpc, verification_pb2_grpc
 from verifier_service.drafting import Drafting, DraftLimits
 from verifier_service.engine import Engine
@@ -40,6 +43,8 @@ from verifier_service.speculation.costs import StepCosts, StepCurve
 from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.speculation.warm_up import StepLimits, measure_steps, timed_steps
 from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
+from verifier_service.static_plan import context_of, plan_static
+from verifier_service.step_bytes import StepBytes
 from verifier_service.target_part import TargetPart, load_part
 
 logger = logging.getLogger(__name__)
@@ -59,10 +64,11 @@ async def run_verifier(config: StackConfig, member: Member = ONLY) -> None:
     target take 1.5 times as long).
     """
     section = config.verifier
+    tracing = start_tracing(config.tracing, "verifier")
     server = grpc.aio.server(options=server_options())
     health = Health(server, SERVICES, section.reflection)
-    bind(server, section.listen, "verifier.listen")
-    registry = CollectorRegistry()
+    bind(server, section.listen, "verifier.listen", server_files(section.tls, "verifier.tls"))
+    registry = new_registry("verifier")
     serve_metrics(section.metrics_listen, "verifier.metrics_listen", registry)
 
     loop = asyncio.get_running_loop()
@@ -78,8 +84,9 @@ async def run_verifier(config: StackConfig, member: Member = ONLY) -> None:
         if isinstance(problem, RankLost):
             raise StartupError(f"rank {problem.rank}: {problem.reason}") from None
         raise
-    verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info), server)
-    speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(SpeculationServicer(engine, speculation), server)
+    verification_pb2_grpc.add_VerifierServiceServicer_to_server(VerifierServicer(engine, info, tracing), server)
+    drafters = SpeculationServicer(engine, speculation)
+    speculation_pb2_grpc.add_SpeculationServiceServicer_to_server(drafters, server)
     # What was loaded lives as long as the process: collections need not look at it.
     gc.freeze()
     running = loop.run_in_executor(compute, engine.run)
@@ -87,6 +94,7 @@ async def run_verifier(config: StackConfig, member: Member = ONLY) -> None:
         followers.on_lost(engine.fail)
     await server.start()
     await health.set_ready(True)
+    await health.serve_plainly(section.health_listen, "verifier.health_listen")
     logger.info("serving %s at %s, context %d, %s", info.model, section.listen, info.max_context, info.dtype)
 
     loads = None
@@ -105,7 +113,11 @@ async def run_verifier(config: StackConfig, member: Member = ONLY) -> None:
     if loads:
         keeping.cancel()
         loads.save()
+    drafters.end()
     await server.stop(0.5)
+    await health.stop()
+    if tracing:
+        await tracing.close()
     error = running.exception()
     if followers:
         followers.stop(grace_seconds=0.0 if error else _END_SECONDS)
@@ -135,25 +147,25 @@ def build(
         followers.on_lost(part.group.abort)
         followers.wait_until_ready()
         tell_ranks = lambda step: followers.send(pack(step))  # noqa: E731
-    runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device, tell_ranks)
+    static = plan_static(config, model, device)
+    runner = ModelRunner(model, features, section.kv_blocks, section.kv_block_tokens, device, tell_ranks, static)
+    _capture(runner)
     block_size = features.config.block_size if features else config.drafter.ngram_block_size
     runner.warm_up(block_size if config.speculates else 1)
     logger.info("loaded %s in %.1fs", config.target.name, time.perf_counter() - started)
 
-    wanted = section.max_context or model.max_positions
-    if wanted > model.max_positions:
-        raise StartupError(f"verifier.max_context: must be at most the target's {model.max_positions}")
     metrics = VerifierMetrics(registry)
-    metrics.ranks.set(member.size)
+    metrics.set_ranks(member.size)
     if followers:
         followers.on_lost(metrics.count_rank_failure)
     kv = KvCache(section.kv_blocks, section.kv_block_tokens)
-    max_context = min(wanted, kv.total * section.kv_block_tokens)
+    wanted, max_context = section.max_context or model.max_positions, context_of(section, model)
     if max_context < wanted:
         logger.warning("context cut from %d to the KV's %d tokens (verifier.kv_blocks)", wanted, max_context)
 
     limits, curve = None, StepCurve((1,), (0.01,))
     if config.speculates:
+        metrics.expect_positions(block_size - 1)
         limits = DraftLimits(block_size - 1, features.config.hidden_size * dtype.itemsize if features else 0)
         curve = _measure(section, runner, max_context)
     drafting = Drafting(limits, kv, runner.read_features, metrics)
@@ -168,7 +180,8 @@ def build(
         overlap=section.overlap_drafting,
         budget=planner.budget,
     )
-    engine = Engine(scheduler, runner, drafting, planner, metrics, _expert_load(config, part))
+    experts, sizes = _expert_load(config, part), _step_bytes(part, member.size)
+    engine = Engine(scheduler, runner, drafting, planner, metrics, experts, sizes, runner.buckets, section.show_last_draft)
     metrics.observe_load(engine.load)
 
     info = VerifierInfo(
@@ -182,6 +195,7 @@ def build(
         dtype=section.dtype,
         draft_model_fingerprint=fingerprint(config.draft_model) if config.draft_model else "",
         max_waiting_sequences=section.max_waiting_sequences,
+        shows_last_draft=section.show_last_draft,
     )
     if not config.speculates:
         return engine, info, None
@@ -199,6 +213,16 @@ def build(
     return engine, info, speculation
 
 
+def _capture(runner: ModelRunner) -> None:
+    if not runner.static:
+        return
+    started = time.perf_counter()
+    runner.capture()
+    states = runner.static.states()
+    captured = sum(state.captured for state in states)
+    logger.info("captured %d of %d buckets in %.1fs", captured, len(states), time.perf_counter() - started)
+
+
 def _expert_load(config: StackConfig, part: TargetPart) -> ExpertLoad | None:
     mixture, parallel = part.model.config.mixture, config.verifier.parallel
     if mixture is None:
@@ -206,6 +230,14 @@ def _expert_load(config: StackConfig, part: TargetPart) -> ExpertLoad | None:
     cut = parallel.experts == "cut"
     layers = sorted(mixture.layers)
     return ExpertLoad(layers, mixture.experts, part.model.expert_bytes, parallel.ep, cut, part.placement)
+
+
+def _step_bytes(part: TargetPart, ranks: int) -> StepBytes:
+    """From rank 0's part: ranks that do not split a weight, or the KV, all read it."""
+    model = part.model
+    head = model.head_bytes * (ranks if model.head_is_split else 1)
+    kv_token = model.layers * math.prod(model.kv_shape(1, 1)) * model.dtype.itemsize
+    return StepBytes(model.layer_bytes * ranks + head, kv_token * ranks)
 
 
 def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> StepCurve:
@@ -217,6 +249,7 @@ def _measure(section: VerifierConfig, runner: ModelRunner, max_context: int) -> 
         kv_blocks=section.kv_blocks,
         block_tokens=section.kv_block_tokens,
         max_context=max_context,
+        capacities=runner.static.row_capacities if runner.static else (),
     )
     started = time.perf_counter()
     curve = measure_steps(timed_steps(runner, limits), limits, section.warm_up_seconds)

@@ -14,16 +14,19 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tandem.errors import Overloaded, Unavailable, invalid
+from tandem.spans import DecodeStep
 from tandem.step_timing import StepTiming
 from verifier_service.drafters import Drafter
 from verifier_service.drafting import Drafting, DraftReply
 from verifier_service.expert_load import ExpertLoad
-from verifier_service.load import Load, RecentSteps, Totals
+from verifier_service.last_draft import VerifiedDraft
+from verifier_service.load import GraphBucket, Load, RecentSteps, Totals
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import FinishReason, PendingDraft, Sequence, SequenceRequest
 from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.step import Segment, StepPlan, StepResult, Verdict
+from verifier_service.step_bytes import StepBytes
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +64,15 @@ class Engine:
         planner: SpeculationPlanner,
         metrics: VerifierMetrics,
         experts: ExpertLoad | None = None,
+        sizes: StepBytes | None = None,
+        buckets: Callable[[], list[GraphBucket]] = list,
+        keep_last_draft: bool = False,
     ):
-        """experts: counts what steps ask of them, for a target that has any."""
+        """experts: counts what steps ask of them, for a target that has any. sizes: of what every step reads. buckets:
+        the runner's, called from any thread. keep_last_draft: for load()."""
         self.experts = experts
+        self._sizes = sizes
+        self._buckets = buckets
         self._scheduler = scheduler
         self._runner = runner
         self._drafting = drafting
@@ -79,6 +88,8 @@ class Engine:
         self._free_since = 0.0
         """time.perf_counter() of the last step's end."""
         self._totals = Totals()
+        self._keep_last_draft = keep_last_draft
+        self._last_draft: VerifiedDraft | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running = True
 
@@ -137,10 +148,13 @@ class Engine:
             kv_cached=kv.cached,
             kv_total=kv.total,
             drafters=len(self._drafting.pool),
+            drafter_names=[drafter.name for drafter in self._drafting.pool.drafters],
             drafted_step=self._recent.median(drafted=True),
             plain_step=self._recent.median(drafted=False),
-            totals=replace(self._totals),
+            totals=replace(self._totals, accepted_per_position=list(self._totals.accepted_per_position)),
             speculation=self._planner.present(),
+            buckets=self._buckets(),
+            last_draft=self._last_draft,
         )
 
     # Below: the engine's thread only.
@@ -167,6 +181,7 @@ class Engine:
 
     def _step(self, plan: StepPlan, planned_at: float) -> None:
         started = time.perf_counter()
+        self._observe_queue(plan.segments, started)
         try:
             result = self._runner.run(plan.segments)
         except Unavailable:
@@ -187,11 +202,22 @@ class Engine:
         self._asked_in = time.perf_counter() - ended
         for outcome in outcomes:
             if outcome.segment.samples:
-                self._emit(outcome, self._timing(outcome, result, started, ended))
+                timing = self._timing(outcome, result, started, ended)
+                if outcome.segment.sequence.request.spans:
+                    _tell(outcome, timing, plan, result, started, ended)
+                self._emit(outcome, timing)
         self._free_since = time.perf_counter()
         seconds = self._free_since - planned_at - self._asked_in
         self._planner.observe(plan.segments, result.verdicts, seconds)
         self._count_step(plan, result, ended - started, sum(outcome.kept for outcome in outcomes))
+
+    def _observe_queue(self, segments: list[Segment], now: float) -> None:
+        for sequence in (s.sequence for s in segments):
+            if sequence.queued_at is not None:
+                self._metrics.queue_seconds.observe(now - sequence.queued_at)
+                if spans := sequence.request.spans:
+                    spans.queued(sequence.queued_at, now)
+                sequence.queued_at = None
 
     def _observe_wait(self, used: list[PendingDraft], planned_at: float) -> None:
         """What the step's drafts cost it: asking for them, and the time without a step until they were there."""
@@ -207,6 +233,8 @@ class Engine:
         self._scheduler.kv.commit(sequence.id, sequence.tokens, committed, sequence.request.speculates)
         used, sequence.pending = sequence.pending, None
         if used and used.draft is None:
+            if used.span:
+                used.span.end("late")
             self._drafting.gave_up(sequence)
         if sequence.finish_reason:
             self._scheduler.remove(sequence)
@@ -241,10 +269,11 @@ class Engine:
             depth = max(draft.depths) if draft else 0
             sequence.counts.count_step(timing.drafted, timing.accepted, depth)
             if timing.drafted:
-                self._totals.drafts += 1
-                self._totals.drafted += timing.drafted
-                self._totals.accepted += timing.accepted
+                self._totals.count_draft(timing.drafted, timing.accepted)
                 self._metrics.count_draft(timing.drafted, timing.accepted)
+                if self._keep_last_draft:
+                    now = time.perf_counter()
+                    self._last_draft = VerifiedDraft.of(self._totals.drafts, outcome.segment, verdict, now)
         reason = sequence.finish_reason
         emission = Emission(sequence, verdict.token_ids[:kept], verdict.log_probs[:kept], timing, reason)
         if reason:
@@ -261,11 +290,15 @@ class Engine:
         self._metrics.step_seconds.labels(kind).observe(seconds)
         self._metrics.verify_seconds.labels(kind).observe(result.forward_seconds)
         self._metrics.sequences_per_step.observe(len(plan.segments))
+        if self._sizes:
+            self._metrics.count_reads(kind, self._sizes.weights, self._sizes.kv(plan.segments))
+        self._metrics.count_graph(result.rows, result.replay_seconds, result.fallback)
         if self.experts and result.routing is not None:
             self._metrics.count_experts(kind, self.experts.count(result.routing))
 
     def _submit(self, request: SequenceRequest, sink: Sink) -> None:
         sequence = Sequence.from_request(self._next_id, request)
+        sequence.queued_at = time.perf_counter()
         self._next_id += 1
         if request.request_id in self._ids:
             error = invalid("request_id", f"{request.request_id!r} is already running")
@@ -319,6 +352,34 @@ class Engine:
         self._metrics.prompt_tokens.labels("computed").inc(sequence.request.prompt_length - cached)
         del self._sequences[sequence.id], self._ids[sequence.request.request_id]
         self._sinks.pop(sequence.id)(last)
+
+
+def _tell(
+    outcome: "_Outcome", timing: StepTiming | None, plan: StepPlan, result: StepResult, started: float, ended: float
+) -> None:
+    """Tell a traced sequence's spans of a step that emitted for it."""
+    segment = outcome.segment
+    sequence = segment.sequence
+    spans = sequence.request.spans
+    assert spans
+    if timing is None:
+        spans.prefilled(ended, sequence.request.prompt_length, sequence.cached_prompt_tokens)
+        return
+    spans.stepped(
+        DecodeStep(
+            started=started,
+            ended=ended,
+            mode=sequence.request.speculation_mode.value,
+            sequences=len(plan.segments),
+            rows=sum(s.rows for s in plan.segments),
+            bucket=result.rows,
+            nodes=timing.drafted,
+            accepted=timing.accepted,
+            tokens=outcome.kept,
+            asked=outcome.used is not None,
+            draft_recorded=outcome.used is not None and outcome.used.span is not None,
+        )
+    )
 
 
 def _raise(error: Exception) -> None:

@@ -11,6 +11,7 @@ import torch
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
+from tandem.kernels.kv_compaction import kv_compaction
 from tandem.layers.linear import Linear
 from tandem.layers.norm import rms_norm
 from verifier_service.models.target_config import TargetConfig
@@ -66,15 +67,25 @@ class FeaturePool:
         self._waiting.append((slots, taps))
         self._rows += len(slots)
         if self._rows >= self.MAX_WAITING:
-            self._project()
+            self.flush()
+
+    def project(self, slots: torch.Tensor, taps: torch.Tensor) -> None:
+        """The same at once, in fixed shapes. What waits must not: flush() comes before."""
+        assert self._projection
+        self._pool.index_copy_(0, slots, self._projection(taps))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy features between slots [moves], on the device: read all, then write all."""
+        kv_compaction(self._pool[None], sources, targets)
 
     def read(self, slots: torch.Tensor) -> bytes:
         """The rows' bytes, little-endian, row-major."""
-        self._project()
+        self.flush()
         rows = self._pool.index_select(0, slots).cpu()
         return rows.view(torch.uint8).numpy().tobytes()
 
-    def _project(self) -> None:
+    def flush(self) -> None:
+        """Project what waits."""
         if not self._waiting:
             return
         assert self._projection

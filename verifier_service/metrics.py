@@ -19,14 +19,21 @@ busiest rank / mean        rate(tandem_expert_busiest_bytes_read_total) * ranks 
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tandem.metrics import STEP_BUCKETS
+from tandem.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+from tandem.speculation import SpeculationMode
 from verifier_service.expert_load import StepExperts
 from verifier_service.load import Load
 from verifier_service.parallel.links import RankLost
+from verifier_service.sequence import FinishReason
+from verifier_service.speculation.controller import Reason
+
+STEP_KINDS = ("prefill", "decode", "verify")
+"""Steps with prompt tokens, plain ones, those with drafts."""
 
 
 class VerifierMetrics:
@@ -55,6 +62,11 @@ class VerifierMetrics:
         self.step_tokens = counter("tandem_step_tokens", "Tokens emitted by steps", "kind")
         self.preemptions = counter("tandem_preemptions", "Sequences that lost their KV blocks and start over")
         self.feature_bytes = counter("tandem_feature_bytes_sent", "Bytes of features sent to drafters")
+        self.queue_seconds = histogram(
+            "tandem_request_queue_time_seconds",
+            "From a request's coming to its first step",
+            buckets=LATENCY_BUCKETS,
+        )
         self.step_seconds = histogram("tandem_step_duration_seconds", "One step: forward to emission", "kind")
         self.verify_seconds = histogram("tandem_verify_duration_seconds", "The target's forward of one step", "kind")
         self.round_trip_seconds = histogram(
@@ -102,14 +114,67 @@ class VerifierMetrics:
         self.expert_busiest_bytes = counter(
             "tandem_expert_busiest_bytes_read", "The same on the rank that reads most of each layer", "kind"
         )
+        self.bytes_read = counter(
+            "tandem_target_bytes_read",
+            "Bytes that steps read on all ranks, computed from sizes and not measured: weights, all but routed "
+            "experts, once a step; KV, each sequence's prefix once a step",
+            "kind",
+            "what",
+        )
+        self.replays = counter("tandem_graph_replays", "Steps replayed, by rows of the bucket", "rows")
+        self.replay_seconds = counter(
+            "tandem_graph_replay_seconds", "What those took, until the results were there", "rows"
+        )
+        self.graph_fallbacks = counter(
+            "tandem_graph_fallbacks",
+            "Steps that ran eagerly though steps are captured, by why",
+            "reason",
+        )
         self.ranks = Gauge("tandem_ranks", "Processes that run the target together", registry=registry)
         self.rank_failures = counter("tandem_rank_failures", "Ranks that died; the verifier ends with them", "rank")
-        for kind in ("prefill", "decode", "verify"):
-            self.steps.labels(kind)
+        self._make_children()
+
+    def _make_children(self) -> None:
+        """A rate needs a value before the first event of its kind."""
+        for kind in STEP_KINDS:
+            for metric in (
+                self.steps,
+                self.step_rows,
+                self.step_tokens,
+                self.step_seconds,
+                self.verify_seconds,
+                self.experts_touched,
+                self.expert_imbalance,
+                self.expert_bytes,
+                self.expert_busiest_bytes,
+            ):
+                metric.labels(kind)
+            for what in ("weights", "kv"):
+                self.bytes_read.labels(kind, what)
         for reason in ("stale", "late"):
             self.discarded_drafts.labels(reason)
+        for reason in ("capture", "memory", "replay", "no_bucket"):
+            self.graph_fallbacks.labels(reason)
         for source in ("computed", "cached"):
             self.prompt_tokens.labels(source)
+        for finish in FinishReason:
+            self.requests.labels(finish.value)
+        for mode in (SpeculationMode.OFF, SpeculationMode.TREE):
+            for choice in Reason:
+                self.choices.labels(mode.value, choice.value)
+
+    def set_ranks(self, count: int) -> None:
+        """Processes that run the target together."""
+        self.ranks.set(count)
+        for rank in range(count):
+            self.rank_failures.labels(rank)
+            self.expert_tokens.labels(rank)
+
+    def expect_positions(self, count: int) -> None:
+        """Drafts are as deep as this."""
+        for position in range(count):
+            self.accepted_per_position.labels(position)
+            self.drafted_mass.labels(position)
 
     def observe_load(self, load: Callable[[], Load]) -> None:
         """Serve the load's figures as gauges, read at scrape time."""
@@ -127,6 +192,23 @@ class VerifierMetrics:
             "tandem_spec_gain", "Tokens per second by speculating over plain, predicted", lambda x: x.speculation.gain
         )
         gauge("tandem_spec_asked_nodes", "Nodes asked for per sequence", lambda x: x.speculation.nodes)
+        buckets = Gauge("tandem_graph_buckets", "Capacities that steps run in", ["captured"], registry=self._registry)
+        for captured in (True, False):
+            count = partial(_count_buckets, load, captured)
+            buckets.labels(str(captured).lower()).set_function(count)
+
+    def count_reads(self, kind: str, weights: int, kv: int) -> None:
+        """Bytes that a step read."""
+        self.bytes_read.labels(kind, "weights").inc(weights)
+        self.bytes_read.labels(kind, "kv").inc(kv)
+
+    def count_graph(self, rows: int, replay_seconds: float | None, fallback: str | None) -> None:
+        """A step of a bucket of so many rows; see StepResult."""
+        if replay_seconds is not None:
+            self.replays.labels(rows).inc()
+            self.replay_seconds.labels(rows).inc(replay_seconds)
+        if fallback:
+            self.graph_fallbacks.labels(fallback).inc()
 
     def count_rank_failure(self, lost: RankLost) -> None:
         """Of several ranks one is gone."""
@@ -166,3 +248,7 @@ class VerifierMetrics:
         self.accepted_tokens.inc(accepted)
         for depth in range(accepted):
             self.accepted_per_position.labels(depth).inc()
+
+
+def _count_buckets(load: Callable[[], Load], captured: bool) -> float:
+    return sum(bucket.captured is captured for bucket in load().buckets)

@@ -5,6 +5,7 @@ from enum import Enum
 
 from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
+from tandem.spans import DraftSpan, SequenceSpans
 from tandem.speculation import DraftShape, SpeculationMode
 
 
@@ -33,6 +34,8 @@ class SequenceRequest:
     max_draft_nodes: int = 32
     """Nodes verified per step at most."""
     log_probs: bool = False
+    spans: SequenceSpans | None = None
+    """Where to tell its life; None for most."""
 
     @property
     def speculates(self) -> bool:
@@ -79,6 +82,7 @@ class PendingDraft:
     """Without nodes: the drafter has nothing to propose."""
     compute_us: int = 0
     """The drafter's own time."""
+    span: DraftSpan | None = None
 
 
 @dataclass(eq=False)
@@ -95,6 +99,8 @@ class Sequence:
     cached_prompt_tokens: int = 0
     counts: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     finish_reason: FinishReason | None = None
+    queued_at: float | None = None
+    """time.perf_counter() of its coming, until its first step."""
     last_emission: float | None = None
     """time.perf_counter() of the end of the step that last emitted."""
 

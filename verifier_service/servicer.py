@@ -1,9 +1,10 @@
 """VerifierService: protos to the engine and back."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
@@ -14,8 +15,13 @@ from tandem.sampling import SamplingParams
 from tandem.speculation import SpeculationMode
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 from verifier_service.engine import Emission, Engine
+from verifier_service.last_draft import VerifiedDraft
+from verifier_service.load import GraphBucket
 from verifier_service.sequence import FinishReason, Sequence, SequenceRequest
 from verifier_service.speculation.present import Present
+
+if TYPE_CHECKING:
+    from tandem.tracing import Tracing
 
 _MODES = {
     SpeculationMode.OFF: generation_pb2.SPECULATION_MODE_OFF,
@@ -44,26 +50,32 @@ class VerifierInfo:
     dtype: str
     draft_model_fingerprint: str
     max_waiting_sequences: int
+    shows_last_draft: bool
 
 
 class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
     """One call to Generate is one sequence."""
 
-    def __init__(self, engine: Engine, info: VerifierInfo):
+    def __init__(self, engine: Engine, info: VerifierInfo, tracing: "Tracing | None" = None):
         self._engine = engine
         self._info = info
+        self._tracing = tracing
 
     async def Generate(  # noqa: N802
         self, request: verification_pb2.VerifierServiceGenerateRequest, context: Any
     ) -> AsyncIterator[verification_pb2.VerifierServiceGenerateResponse]:
         async with domain_errors(context):
             sequence_request = self._to_domain(request)
+            trace = self._tracing.sequence(context.invocation_metadata()) if self._tracing else None
+            if trace:
+                sequence_request = replace(sequence_request, spans=trace)
             emissions: asyncio.Queue[Emission] = asyncio.Queue()
             self._engine.submit(sequence_request, _into(emissions))
-            ended = False
+            ended, sequence = False, None
             try:
                 while not ended:
                     emission = await emissions.get()
+                    sequence = emission.sequence
                     ended = bool(emission.error or emission.finish_reason)
                     if emission.error:
                         await self._fail(context, emission.error)
@@ -74,6 +86,8 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
                 if not ended:
                     # The caller went away: its blocks are freed before the next step.
                     self._engine.abort(sequence_request.request_id)
+                if trace:
+                    trace.end(*_outcome(sequence))
 
     async def Abort(self, request: verification_pb2.AbortRequest, context: Any) -> verification_pb2.AbortResponse:  # noqa: N802
         for request_id in request.request_ids:
@@ -98,6 +112,10 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             drafted_tokens=load.totals.drafted,
             accepted_tokens=load.totals.accepted,
             speculation=_speculation(load.speculation) if self._info.max_draft_nodes else None,
+            graph_buckets=map(_bucket, load.buckets),
+            accepted_per_position=load.totals.accepted_per_position,
+            drafter_names=load.drafter_names,
+            last_draft=_verified(load.last_draft) if load.last_draft else None,
         )
 
     async def GetInfo(  # noqa: N802
@@ -116,6 +134,7 @@ class VerifierServicer(verification_pb2_grpc.VerifierServiceServicer):
             version=__version__,
             max_waiting_sequences=info.max_waiting_sequences,
             max_draft_nodes=info.max_draft_nodes,
+            shows_last_draft=info.shows_last_draft,
         )
 
     async def _fail(self, context: Any, error: Exception) -> None:
@@ -209,6 +228,36 @@ def _speculation(present: Present) -> verification_pb2.SpeculationState:
         plain_step_us=round(present.plain_step_seconds * 1e6),
         calibration_per_depth=present.calibration,
     )
+
+
+def _bucket(bucket: GraphBucket) -> verification_pb2.GraphBucket:
+    return verification_pb2.GraphBucket(
+        rows=bucket.rows,
+        sequences=bucket.sequences,
+        captured=bucket.captured,
+        reason=bucket.why,
+        runs=bucket.runs,
+        mean_us=round(bucket.seconds * 1e6),
+    )
+
+
+def _verified(last: VerifiedDraft) -> verification_pb2.VerifiedDraft:
+    return verification_pb2.VerifiedDraft(
+        number=last.number,
+        anchor=last.anchor,
+        tokens=last.draft.tokens,
+        parents=last.draft.parents,
+        log_probs=last.draft.log_probs,
+        accepted_nodes=last.accepted,
+        bonus=last.bonus,
+        age_ms=round((time.perf_counter() - last.verified_at) * 1e3),
+    )
+
+
+def _outcome(sequence: Sequence | None) -> tuple[str, int]:
+    """How a sequence ended, and the tokens it emitted."""
+    reason = sequence.finish_reason if sequence else None
+    return reason.value if reason else "abandoned", sequence.emitted if sequence else 0
 
 
 def _into(queue: "asyncio.Queue[Emission]") -> Callable[[Emission], None]:

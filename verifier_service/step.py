@@ -127,3 +127,7 @@ class StepResult:
     routing: np.ndarray | None = None
     """[mixtures, rows, experts per token] int64: the experts that rows went to, without padding; None for a dense
     target."""
+    replay_seconds: float | None = None
+    """Of a captured step; None if it was not replayed."""
+    fallback: str | None = None
+    """Why it was not, where steps are captured."""

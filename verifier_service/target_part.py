@@ -8,13 +8,14 @@ import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.shard import WHOLE, Shard
-from tandem.config import ParallelConfig, StackConfig
+from tandem.config import ParallelConfig, StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.expert_files import read_placement
 from tandem.torch_setup import pick_device, set_threads
 from verifier_service.models.architectures import read_config
 from verifier_service.models.decoder import DecoderModel
-from verifier_service.models.loading import Placement, load_model
+from verifier_service.models.loading import Placement, load_cpu_model, load_model
+from verifier_service.models.native_decoder import NativeDecoder
 from verifier_service.parallel.launch import Member
 from verifier_service.parallel.ranks import ALONE, Group, Parallel
 from verifier_service.parallel.shared_memory import SharedMemoryRanks
@@ -24,7 +25,7 @@ from verifier_service.parallel.shared_memory import SharedMemoryRanks
 class TargetPart:
     """One rank's part."""
 
-    model: DecoderModel
+    model: DecoderModel | NativeDecoder
     device: torch.device
     group: Group | None
     """None where the target has one rank."""
@@ -48,8 +49,26 @@ def load_part(
     group = _group(member, device)
     parallel = _split(section.parallel, group) if group else ALONE
     placement = _placement(folder, section.parallel)
-    model = load_model(folder, getattr(torch, section.dtype), device, parallel, placement, progress)
+    model = _model(section, folder, device, parallel, placement, progress)
     return TargetPart(model, device, group, placement)
+
+
+def _model(
+    section: VerifierConfig,
+    folder: CheckpointFolder,
+    device: torch.device,
+    parallel: Parallel,
+    placement: Placement | None,
+    progress: Callable[[str, int], None] | None,
+) -> DecoderModel | NativeDecoder:
+    dtype = getattr(torch, section.dtype)
+    if device.type != "cpu" or section.cpu_kernels == "torch":
+        return load_model(folder, dtype, device, parallel, placement, progress)
+    model = load_cpu_model(folder, dtype, section.cpu_kernels, parallel, placement, progress)
+    if isinstance(model, NativeDecoder):
+        # What is left to torch is small, and its idle threads would spin on the cores that the decoder's need.
+        torch.set_num_threads(1)
+    return model
 
 
 def _placement(folder: CheckpointFolder, config: ParallelConfig) -> Placement | None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from tandem.cli.console import console, fail
@@ -13,6 +14,7 @@ from tandem.cli.options import DEFAULT_CONFIG, ConfigOption
 
 if TYPE_CHECKING:
     from tandem.cli.parts import Part
+    from tandem.tls import ClientFiles
     from tandem.v1.generation_pb2 import StepTiming
     from tandem.v1.verification_pb2 import GetInfoResponse, GetLoadResponse, SpeculationState
 
@@ -24,26 +26,32 @@ def status(config: ConfigOption = DEFAULT_CONFIG) -> None:
     from tandem.cli.parts import parts_of
     from tandem.config import load_config
     from tandem.errors import StartupError
+    from tandem.tls import client_files
 
     try:
-        parts = parts_of(load_config(config), config)
+        stack = load_config(config)
+        parts, tls = parts_of(stack, config), client_files(stack.gateway.verifier_tls, "gateway.verifier_tls")
+        healths, verifier = asyncio.run(_ask(parts, tls))
     except StartupError as error:
         fail(str(error), code=2)
-    healths, verifier = asyncio.run(_ask(parts))
     table = Table("part", "address", "health")
     for part, health in zip(parts, healths, strict=True):
         table.add_row(part.name, part.address, f"[green]{health}[/]" if health == "SERVING" else f"[red]{health}[/]")
     console.print(table)
     if verifier is not None:
         console.print(_figures(*verifier))
+        if verifier[1].graph_buckets:
+            console.print(_buckets(verifier[1]))
     if any(health != "SERVING" for health in healths):
         raise typer.Exit(1)
 
 
-async def _ask(parts: list[Part]) -> tuple[list[str], tuple[GetInfoResponse, GetLoadResponse] | None]:
+async def _ask(
+    parts: list[Part], tls: ClientFiles | None
+) -> tuple[list[str], tuple[GetInfoResponse, GetLoadResponse] | None]:
     verifier = next(part for part in parts if part.name == "verifier")
     healths, figures = await asyncio.gather(
-        asyncio.gather(*(_health(part) for part in parts)), _verifier_figures(verifier.address)
+        asyncio.gather(*(_health(part) for part in parts)), _verifier_figures(verifier.address, tls)
     )
     return healths, figures
 
@@ -52,17 +60,20 @@ async def _health(part: Part) -> str:
     """SERVING if all its health services are, else the first other answer."""
     from tandem.rpc import check_health
 
-    answers = await asyncio.gather(*(check_health(part.address, s, TIMEOUT_SECONDS) for s in part.health_services))
+    answers = await asyncio.gather(
+        *(check_health(part.health_address, s, TIMEOUT_SECONDS) for s in part.health_services)
+    )
     return next((answer for answer in answers if answer != "SERVING"), "SERVING")
 
 
-async def _verifier_figures(address: str) -> tuple[GetInfoResponse, GetLoadResponse] | None:
+async def _verifier_figures(address: str, tls: ClientFiles | None) -> tuple[GetInfoResponse, GetLoadResponse] | None:
     import grpc
 
     from tandem.rpc import channel_options
+    from tandem.tls import open_channel
     from tandem.v1 import verification_pb2, verification_pb2_grpc
 
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    async with open_channel(address, tls, channel_options()) as channel:
         stub = verification_pb2_grpc.VerifierServiceStub(channel)
         try:
             return await asyncio.gather(
@@ -92,6 +103,17 @@ def _figures(info: GetInfoResponse, load: GetLoadResponse) -> Table:
         table.add_row("drafted step, median", _timing(load.median_drafted_step))
     if load.HasField("median_plain_step"):
         table.add_row("plain step, median", _timing(load.median_plain_step))
+    return table
+
+
+def _buckets(load: GetLoadResponse) -> Table:
+    captured = sum(bucket.captured for bucket in load.graph_buckets)
+    title = f"graphs: {captured} of {len(load.graph_buckets)} buckets captured"
+    table = Table("rows", "sequences", "captured", "runs", "mean ms", title=title, title_justify="left")
+    for bucket in load.graph_buckets:
+        state = "[green]yes[/]" if bucket.captured else f"[yellow]no[/]: {escape(bucket.reason)}"
+        mean = f"{bucket.mean_us / 1e3:.2f}" if bucket.runs else ""
+        table.add_row(str(bucket.rows), str(bucket.sequences), state, str(bucket.runs), mean)
     return table
 
 

@@ -24,19 +24,19 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/v1/speculation.proto\x12\ttandem.v1\"\x9b\x01\n\x0e\x44rafterMessage\x12/\n\x0cregistration\x18\x01 \x01(\x0b\x32\x17.tandem.v1.RegistrationH\x00\x12\'\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x15.tandem.v1.DraftBatchH\x00\x12$\n\x03gap\x18\x03 \x01(\x0b\x32\x15.tandem.v1.ContextGapH\x00\x42\t\n\x07message\"l\n\x0fVerifierMessage\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12!\n\x05round\x18\x02 \x01(\x0b\x32\x10.tandem.v1.RoundH\x00\x42\t\n\x07message\"\xe4\x01\n\x0cRegistration\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x64raft_model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10target_layer_ids\x18\x05 \x03(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x14\n\x0c\x64rafter_name\x18\x07 \x01(\t\x12,\n\x0c\x64raft_source\x18\x08 \x01(\x0e\x32\x16.tandem.v1.DraftSource\"h\n\nRegistered\x12.\n\rfeature_dtype\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FeatureDtype\x12\x15\n\rverifier_name\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"\x7f\n\x05Round\x12,\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.SequenceContext\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.tandem.v1.DraftRequest\x12\x1d\n\x15released_sequence_ids\x18\x03 \x03(\x04\"\x81\x01\n\x0fSequenceContext\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0estart_position\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\"\x92\x01\n\x0c\x44raftRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12$\n\x05shape\x18\x06 \x01(\x0e\x32\x15.tandem.v1.DraftShape\"B\n\nDraftBatch\x12 \n\x06\x64rafts\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Draft\x12\x12\n\ncompute_us\x18\x02 \x01(\r\"v\n\x05\x44raft\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\r\x12\x11\n\tlog_probs\x18\x06 \x03(\x02\"H\n\nContextGap\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0eheld_positions\x18\x03 \x01(\r*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x01\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x02*\\\n\x0b\x44raftSource\x12\x1c\n\x18\x44RAFT_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44RAFT_SOURCE_DFLASH\x10\x01\x12\x16\n\x12\x44RAFT_SOURCE_NGRAM\x10\x02*V\n\nDraftShape\x12\x1b\n\x17\x44RAFT_SHAPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44RAFT_SHAPE_BLOCK\x10\x01\x12\x14\n\x10\x44RAFT_SHAPE_TREE\x10\x02\x32\\\n\x12SpeculationService\x12\x46\n\tSpeculate\x12\x19.tandem.v1.DrafterMessage\x1a\x1a.tandem.v1.VerifierMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1btandem/v1/speculation.proto\x12\ttandem.v1\"\x9b\x01\n\x0e\x44rafterMessage\x12/\n\x0cregistration\x18\x01 \x01(\x0b\x32\x17.tandem.v1.RegistrationH\x00\x12\'\n\x06\x64rafts\x18\x02 \x01(\x0b\x32\x15.tandem.v1.DraftBatchH\x00\x12$\n\x03gap\x18\x03 \x01(\x0b\x32\x15.tandem.v1.ContextGapH\x00\x42\t\n\x07message\"l\n\x0fVerifierMessage\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.tandem.v1.RegisteredH\x00\x12!\n\x05round\x18\x02 \x01(\x0b\x32\x10.tandem.v1.RoundH\x00\x42\t\n\x07message\"\xe4\x01\n\x0cRegistration\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x1f\n\x17\x64raft_model_fingerprint\x18\x02 \x01(\t\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x18\n\x10target_layer_ids\x18\x05 \x03(\r\x12\x13\n\x0bhidden_size\x18\x06 \x01(\r\x12\x14\n\x0c\x64rafter_name\x18\x07 \x01(\t\x12,\n\x0c\x64raft_source\x18\x08 \x01(\x0e\x32\x16.tandem.v1.DraftSource\"h\n\nRegistered\x12.\n\rfeature_dtype\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FeatureDtype\x12\x15\n\rverifier_name\x18\x02 \x01(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"\x7f\n\x05Round\x12,\n\x08\x63ontexts\x18\x01 \x03(\x0b\x32\x1a.tandem.v1.SequenceContext\x12)\n\x08requests\x18\x02 \x03(\x0b\x32\x17.tandem.v1.DraftRequest\x12\x1d\n\x15released_sequence_ids\x18\x03 \x03(\x04\"\x81\x01\n\x0fSequenceContext\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0estart_position\x18\x03 \x01(\r\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\"\xa7\x01\n\x0c\x44raftRequest\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x0e\n\x06\x61nchor\x18\x04 \x01(\r\x12\x11\n\tmax_nodes\x18\x05 \x01(\r\x12$\n\x05shape\x18\x06 \x01(\x0e\x32\x15.tandem.v1.DraftShape\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\"B\n\nDraftBatch\x12 \n\x06\x64rafts\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Draft\x12\x12\n\ncompute_us\x18\x02 \x01(\r\"v\n\x05\x44raft\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x15\n\rbase_position\x18\x03 \x01(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x0f\n\x07parents\x18\x05 \x03(\r\x12\x11\n\tlog_probs\x18\x06 \x03(\x02\"H\n\nContextGap\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x16\n\x0eheld_positions\x18\x03 \x01(\r*d\n\x0c\x46\x65\x61tureDtype\x12\x1d\n\x19\x46\x45\x41TURE_DTYPE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x46\x45\x41TURE_DTYPE_BFLOAT16\x10\x01\x12\x19\n\x15\x46\x45\x41TURE_DTYPE_FLOAT32\x10\x02*\\\n\x0b\x44raftSource\x12\x1c\n\x18\x44RAFT_SOURCE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x44RAFT_SOURCE_DFLASH\x10\x01\x12\x16\n\x12\x44RAFT_SOURCE_NGRAM\x10\x02*V\n\nDraftShape\x12\x1b\n\x17\x44RAFT_SHAPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44RAFT_SHAPE_BLOCK\x10\x01\x12\x14\n\x10\x44RAFT_SHAPE_TREE\x10\x02\x32\\\n\x12SpeculationService\x12\x46\n\tSpeculate\x12\x19.tandem.v1.DrafterMessage\x1a\x1a.tandem.v1.VerifierMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.speculation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FEATUREDTYPE']._serialized_start=1319
-  _globals['_FEATUREDTYPE']._serialized_end=1419
-  _globals['_DRAFTSOURCE']._serialized_start=1421
-  _globals['_DRAFTSOURCE']._serialized_end=1513
-  _globals['_DRAFTSHAPE']._serialized_start=1515
-  _globals['_DRAFTSHAPE']._serialized_end=1601
+  _globals['_FEATUREDTYPE']._serialized_start=1340
+  _globals['_FEATUREDTYPE']._serialized_end=1440
+  _globals['_DRAFTSOURCE']._serialized_start=1442
+  _globals['_DRAFTSOURCE']._serialized_end=1534
+  _globals['_DRAFTSHAPE']._serialized_start=1536
+  _globals['_DRAFTSHAPE']._serialized_end=1622
   _globals['_DRAFTERMESSAGE']._serialized_start=43
   _globals['_DRAFTERMESSAGE']._serialized_end=198
   _globals['_VERIFIERMESSAGE']._serialized_start=200
@@ -50,13 +50,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCECONTEXT']._serialized_start=777
   _globals['_SEQUENCECONTEXT']._serialized_end=906
   _globals['_DRAFTREQUEST']._serialized_start=909
-  _globals['_DRAFTREQUEST']._serialized_end=1055
-  _globals['_DRAFTBATCH']._serialized_start=1057
-  _globals['_DRAFTBATCH']._serialized_end=1123
-  _globals['_DRAFT']._serialized_start=1125
-  _globals['_DRAFT']._serialized_end=1243
-  _globals['_CONTEXTGAP']._serialized_start=1245
-  _globals['_CONTEXTGAP']._serialized_end=1317
-  _globals['_SPECULATIONSERVICE']._serialized_start=1603
-  _globals['_SPECULATIONSERVICE']._serialized_end=1695
+  _globals['_DRAFTREQUEST']._serialized_end=1076
+  _globals['_DRAFTBATCH']._serialized_start=1078
+  _globals['_DRAFTBATCH']._serialized_end=1144
+  _globals['_DRAFT']._serialized_start=1146
+  _globals['_DRAFT']._serialized_end=1264
+  _globals['_CONTEXTGAP']._serialized_start=1266
+  _globals['_CONTEXTGAP']._serialized_end=1338
+  _globals['_SPECULATIONSERVICE']._serialized_start=1624
+  _globals['_SPECULATIONSERVICE']._serialized_end=1716
 # @@protoc_insertion_point(module_scope)

@@ -348,6 +348,7 @@ class DraftRequest(_message.Message):
     ANCHOR_FIELD_NUMBER: _builtins.int
     MAX_NODES_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """The sequence."""
     epoch: _builtins.int
@@ -360,6 +361,8 @@ class DraftRequest(_message.Message):
     """Nodes wanted at most, the root not counted; at least 1."""
     shape: Global___DraftShape.ValueType
     """Block or tree. A tree of up to max_nodes nodes; a block is no longer than the draft model's (or the drafter's setting)."""
+    traceparent: _builtins.str
+    """The W3C trace context's traceparent to trace this draft under; empty where it is not traced."""
     def __init__(
         self,
         *,
@@ -369,10 +372,11 @@ class DraftRequest(_message.Message):
         anchor: _builtins.int = ...,
         max_nodes: _builtins.int = ...,
         shape: Global___DraftShape.ValueType = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "base_position", b"base_position", "epoch", b"epoch", "max_nodes", b"max_nodes", "sequence_id", b"sequence_id", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["anchor", b"anchor", "base_position", b"base_position", "epoch", b"epoch", "max_nodes", b"max_nodes", "sequence_id", b"sequence_id", "shape", b"shape", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -259,6 +259,10 @@ class GetLoadResponse(_message.Message):
     DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    GRAPH_BUCKETS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _builtins.int
+    DRAFTER_NAMES_FIELD_NUMBER: _builtins.int
+    LAST_DRAFT_FIELD_NUMBER: _builtins.int
     running_sequences: _builtins.int
     """Sequences that step."""
     waiting_sequences: _builtins.int
@@ -291,6 +295,22 @@ class GetLoadResponse(_message.Message):
     def speculation(self) -> Global___SpeculationState:
         """What the speculation controller does at this moment; unset without speculation."""
 
+    @_builtins.property
+    def graph_buckets(self) -> _containers.RepeatedCompositeFieldContainer[Global___GraphBucket]:
+        """Capacities that steps are captured for, largest first; empty where steps have the shapes they need."""
+
+    @_builtins.property
+    def accepted_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entry k: how often, since start, the draft token at depth k + 1 was accepted."""
+
+    @_builtins.property
+    def drafter_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the drafters connected."""
+
+    @_builtins.property
+    def last_draft(self) -> Global___VerifiedDraft:
+        """The draft verified last; only with verifier.show_last_draft, and unset before the first."""
+
     def __init__(
         self,
         *,
@@ -307,14 +327,118 @@ class GetLoadResponse(_message.Message):
         drafted_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
         speculation: Global___SpeculationState | None = ...,
+        graph_buckets: _abc.Iterable[Global___GraphBucket] | None = ...,
+        accepted_per_position: _abc.Iterable[_builtins.int] | None = ...,
+        drafter_names: _abc.Iterable[_builtins.str] | None = ...,
+        last_draft: Global___VerifiedDraft | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_draft", b"last_draft", "median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "drafters", b"drafters", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "running_sequences", b"running_sequences", "speculation", b"speculation", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_per_position", b"accepted_per_position", "accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "drafter_names", b"drafter_names", "drafters", b"drafters", "drafts", b"drafts", "emitted_tokens", b"emitted_tokens", "graph_buckets", b"graph_buckets", "kv_blocks_cached", b"kv_blocks_cached", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "last_draft", b"last_draft", "median_drafted_step", b"median_drafted_step", "median_plain_step", b"median_plain_step", "running_sequences", b"running_sequences", "speculation", b"speculation", "waiting_sequences", b"waiting_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
+
+@_typing.final
+class VerifiedDraft(_message.Message):
+    """A draft of some sequence, and what the target took of it. Node 0 is the anchor; node i of the arrays has index i + 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ANCHOR_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    LOG_PROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_NODES_FIELD_NUMBER: _builtins.int
+    BONUS_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """GetLoadResponse.drafts when it was verified, this one included: tells it from the one before."""
+    anchor: _builtins.int
+    """The newest token that was known."""
+    bonus: _builtins.int
+    """What the target chose behind the last of them."""
+    age_ms: _builtins.int
+    """Milliseconds since."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Node tokens."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Index of each node's parent."""
+
+    @_builtins.property
+    def log_probs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Log-probability of each node given its parent, as the drafter estimated it."""
+
+    @_builtins.property
+    def accepted_nodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices of the nodes that were accepted, from the anchor's child on."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        anchor: _builtins.int = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        log_probs: _abc.Iterable[_builtins.float] | None = ...,
+        accepted_nodes: _abc.Iterable[_builtins.int] | None = ...,
+        bonus: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_nodes", b"accepted_nodes", "age_ms", b"age_ms", "anchor", b"anchor", "bonus", b"bonus", "log_probs", b"log_probs", "number", b"number", "parents", b"parents", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifiedDraft: _TypeAlias = VerifiedDraft  # noqa: Y015
+
+@_typing.final
+class GraphBucket(_message.Message):
+    """A capacity that steps of fixed shape run in."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    CAPTURED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    MEAN_US_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """Rows it holds, padding included."""
+    sequences: _builtins.int
+    """Sequences it holds."""
+    captured: _builtins.bool
+    """Whether it is captured and replayed; otherwise its steps run eagerly."""
+    reason: _builtins.str
+    """Why it is not captured; empty if it is."""
+    runs: _builtins.int
+    """Replays; of a bucket that is not captured, runs."""
+    mean_us: _builtins.int
+    """Mean of those, from its integers being there to its results being there, microseconds; 0 without any."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        sequences: _builtins.int = ...,
+        captured: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        runs: _builtins.int = ...,
+        mean_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["captured", b"captured", "mean_us", b"mean_us", "reason", b"reason", "rows", b"rows", "runs", b"runs", "sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GraphBucket: _TypeAlias = GraphBucket  # noqa: Y015
 
 @_typing.final
 class SpeculationState(_message.Message):
@@ -408,6 +532,7 @@ class GetInfoResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     MAX_WAITING_SEQUENCES_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_NODES_FIELD_NUMBER: _builtins.int
+    SHOWS_LAST_DRAFT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The target's name."""
     max_context: _builtins.int
@@ -426,6 +551,8 @@ class GetInfoResponse(_message.Message):
     """Sequences admitted beyond those that step, before RESOURCE_EXHAUSTED."""
     max_draft_nodes: _builtins.int
     """Draft tokens a step verifies per sequence at most; 0 without speculation."""
+    shows_last_draft: _builtins.bool
+    """Whether GetLoadResponse.last_draft is told."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """End-of-sequence ids of the target."""
@@ -448,10 +575,11 @@ class GetInfoResponse(_message.Message):
         version: _builtins.str = ...,
         max_waiting_sequences: _builtins.int = ...,
         max_draft_nodes: _builtins.int = ...,
+        shows_last_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_speculation_mode", b"default_speculation_mode", "draft_model_fingerprint", b"draft_model_fingerprint", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "max_draft_nodes", b"max_draft_nodes", "max_waiting_sequences", b"max_waiting_sequences", "model", b"model", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_speculation_mode", b"default_speculation_mode", "draft_model_fingerprint", b"draft_model_fingerprint", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_context", b"max_context", "max_draft_nodes", b"max_draft_nodes", "max_waiting_sequences", b"max_waiting_sequences", "model", b"model", "shows_last_draft", b"shows_last_draft", "speculation_modes", b"speculation_modes", "version", b"version", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

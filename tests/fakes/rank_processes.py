@@ -120,6 +120,8 @@ class Verifier:
 
 
 def write_config(folder: Path, target: Path, **parallel: object) -> tuple[Path, str]:
+    """parallel: the section's keys; `graphs` are the verifier's."""
+    graphs = parallel.pop("graphs", {})
     address = f"127.0.0.1:{free_port()}"
     config = {
         "target": str(target),
@@ -133,6 +135,7 @@ def write_config(folder: Path, target: Path, **parallel: object) -> tuple[Path, 
             "warm_up_seconds": 0.1,
             "threads": 1,
             "parallel": parallel,
+            "graphs": graphs,
         },
     }
     path = folder / "stack.yaml"

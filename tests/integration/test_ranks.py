@@ -42,7 +42,13 @@ def truth(target: tuple[Path, PreTrainedModel]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"ep": 2, "tp": 2, "experts": "cut"}, {"ep": 8}], ids=["2 ranks, all split", "8 ranks"]
+    "parallel",
+    [
+        {"ep": 2, "tp": 2, "experts": "cut"},
+        {"ep": 2, "tp": 2, "graphs": {"mode": "on", "max_rows": 64}},
+        {"ep": 8},
+    ],
+    ids=["2 ranks, all split", "2 ranks, steps of fixed shape", "8 ranks"],
 )
 async def test_ranks_emit_what_the_target_alone_would_and_end_at_sigterm(
     tmp_path: Path, target: tuple[Path, PreTrainedModel], truth: list[int], parallel: dict[str, object]

@@ -14,6 +14,8 @@ from tandem.errors import StartupError, Unavailable
 from verifier_service.parallel.launch import Member
 from verifier_service.parallel.links import Leader
 from verifier_service.parallel.step_message import unpack
+from verifier_service.static_plan import plan_static
+from verifier_service.static_step import StaticStep
 from verifier_service.step_executor import StepExecutor
 from verifier_service.target_part import load_part
 
@@ -47,11 +49,19 @@ def _run(config: StackConfig, member: Member, leader: Leader) -> None:
     part = load_part(config, CheckpointFolder(config.target), member)
     section = config.verifier
     executor = StepExecutor(part.model, section.kv_blocks, section.kv_block_tokens, part.device)
-    gc.freeze()
+    plan = plan_static(config, part.model, part.device)
+    static = StaticStep(executor, part.model, plan, decides=False) if plan else None
     leader.ready()
+    if static:
+        static.capture()
+    gc.freeze()
     while (message := leader.receive()) is not None:
         step = unpack(message)
         executor.move(step.moves)
+        bucket = static.bucket_for(step.segments, len(step.logit_rows)) if static else None
+        if static and bucket:
+            static.run(bucket, step.segments, step.logit_rows, [False] * len(step.segments))
+            continue
         computed = executor.forward(step.segments)
         if part.model.head_is_split:
             executor.logits(computed.hidden, step.logit_rows)

@@ -40,6 +40,8 @@ class StepLimits:
     """The padding block included."""
     block_tokens: int
     max_context: int
+    capacities: tuple[int, ...] = ()
+    """Rows of the steps that are captured, ascending: only those are worth measuring. Empty: any."""
 
     @property
     def context(self) -> int:
@@ -57,12 +59,17 @@ def measure_steps(measure: MeasureStep, limits: StepLimits, seconds: float) -> S
     deadline = time.perf_counter() + seconds
     context = min(_CONTEXT, limits.context)
     found: dict[int, list[float]] = {}
-    measure(1, 1, context)
-    for rows in _ladder(limits.rows):
+
+    def time_alone(rows: int) -> float:
+        # The largest capacity may be beyond the largest step.
+        return measure(min(rows, limits.rows), 1, context)
+
+    time_alone(1)
+    for rows in _ladder(limits.rows, limits.capacities):
         if len(found) >= 2 and time.perf_counter() > deadline - seconds / 2:
             break
-        measure(rows, 1, context)
-        found[rows] = [measure(rows, 1, context)]
+        time_alone(rows)
+        found[rows] = [time_alone(rows)]
     many = min(_MANY_SEQUENCES, limits.sequences, max(found))
     long = min(_LONG_CONTEXT, limits.context)
     spread, far = [measure(many, many, context)], [measure(many, many, long)]
@@ -70,7 +77,7 @@ def measure_steps(measure: MeasureStep, limits: StepLimits, seconds: float) -> S
         for rows, times in found.items():
             if time.perf_counter() > deadline:
                 break
-            times.append(measure(rows, 1, context))
+            times.append(time_alone(rows))
         if time.perf_counter() < deadline:
             spread.append(measure(many, many, context))
             far.append(measure(many, many, long))
@@ -82,7 +89,7 @@ def measure_steps(measure: MeasureStep, limits: StepLimits, seconds: float) -> S
     per_sequence = max(0.0, median(spread) - alone) / max(1, many - 1)
     more_context = many * (long - context)
     per_token = max(0.0, median(far) - median(spread)) / more_context if more_context > 0 else 0.0
-    return StepCurve(tuple(rows_measured), tuple(rising.tolist()), per_sequence, per_token)
+    return StepCurve(tuple(rows_measured), tuple(rising.tolist()), per_sequence, per_token, limits.capacities)
 
 
 def timed_steps(runner: Runner, limits: StepLimits) -> MeasureStep:
@@ -107,8 +114,13 @@ def timed_steps(runner: Runner, limits: StepLimits) -> MeasureStep:
     return measure
 
 
-def _ladder(most: int) -> list[int]:
-    """1, 4, 16, ... up to `most`, then what lies between: what is measured while there is time spans a wide range."""
+def _ladder(most: int, capacities: tuple[int, ...]) -> list[int]:
+    """1, 4, 16, ... up to `most`, then what lies between: what is measured while there is time spans a wide range. Of
+    captured steps those whose capacity that is."""
     wide = [4**i for i in range(10)]
     between = sorted({2**i for i in range(20)} | {3 * 2**i for i in range(20)} | {most})
+    if capacities:
+        between = [c for below, c in zip((0, *capacities), capacities, strict=False) if below < most]
+        wide = [next(c for c in between if c >= rows) for rows in wide if rows <= between[-1]]
+        return list(dict.fromkeys(wide + between))
     return [rows for rows in dict.fromkeys(wide + between) if rows <= most]

@@ -17,6 +17,7 @@ from verifier_service.models.decoder import DecoderModel
 from verifier_service.models.loading import Placement, load_model
 from verifier_service.parallel.ranks import Parallel
 from verifier_service.sequence import Sequence, SequenceRequest
+from verifier_service.static_step import StaticPlan
 from verifier_service.step import RankStep, Segment
 from verifier_service.step_executor import StepExecutor
 
@@ -41,11 +42,16 @@ class RecordingModel:
 
 
 def make_runner(
-    folder: Path, dtype: torch.dtype = torch.float32, draft_folder: Path | None = None
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    draft_folder: Path | None = None,
+    static: StaticPlan | None = None,
 ) -> tuple[ModelRunner, RecordingModel]:
     model = RecordingModel(load_model(CheckpointFolder(folder), dtype, CPU))
     features = FeatureProjection(draft_folder, model.config, dtype, CPU) if draft_folder else None
-    return ModelRunner(model, features, KV_BLOCKS, BLOCK_TOKENS, CPU), model
+    runner = ModelRunner(model, features, KV_BLOCKS, BLOCK_TOKENS, CPU, static=static)
+    runner.capture()
+    return runner, model
 
 
 def on_ranks(
