@@ -12,7 +12,7 @@ VERIFY_COST ?= bench-verify-cost.json
 SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
 .PHONY: setup model demo demo-ep8 lossless test test-fast lint types protos check-protos bench verify-cost figures \
-  deploy-test clean
+  deploy-test images observe-test metrics-doc clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -87,3 +87,22 @@ clean:
 deploy-test: setup
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deploy]'
 	$(BIN)/python -m pytest tests/deploy
+
+# Both images are built and run, as root on Debian. BASE_IMAGE: unset takes the published one, or makes one where no
+# registry answers. TORCH_INDEX_URL: where pip takes torch from.
+images: setup model
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[deploy]'
+	$(BIN)/python -m tools.images --base-image '$(BASE_IMAGE)' --torch-index-url '$(TORCH_INDEX_URL)'
+
+# docs/metrics.md, the dashboards and the operator's rules, from the code and k8s/observability/rules.
+metrics-doc: setup
+	$(BIN)/python -m tools.metrics_catalogue
+	$(BIN)/python -m tools.dashboards
+	$(BIN)/python -m tools.prometheus_rule
+
+# Rules, dashboards and configs against a real Prometheus that scrapes the demo stack under load. Debian's packages.
+observe-test: setup model
+	{ command -v prometheus && command -v promtool && command -v amtool; } > /dev/null || { test "$$(id -u)" = 0 || \
+	  { echo "observe-test: install prometheus and prometheus-alertmanager, or run it as root" >&2; exit 1; }; \
+	  apt-get update -q && apt-get install -qy --no-install-recommends prometheus prometheus-alertmanager; }
+	$(BIN)/python -m pytest tests/observe

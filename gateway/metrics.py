@@ -2,9 +2,24 @@
 
 from collections.abc import Callable
 
+import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem.metrics import LATENCY_BUCKETS, STEP_BUCKETS
+
+_METHODS = ("Generate", "OpenSession", "CloseSession", "GetSession", "Tokenize", "GetModel")
+_CODES = (
+    grpc.StatusCode.OK,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.INTERNAL,
+)
+"""All that calls end with."""
 
 
 class GatewayMetrics:
@@ -40,7 +55,19 @@ class GatewayMetrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
+        # A rate needs a value before the first call of its kind.
+        for method in _METHODS:
+            for code in _CODES:
+                self.requests.labels(method, code.name)
 
-    def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
-        """A gauge read at scrape time."""
-        Gauge(name, text, registry=self._registry).set_function(read)
+    def observe(
+        self, in_flight: Callable[[], float], sessions: Callable[[], float], verifier_ready: Callable[[], float]
+    ) -> None:
+        """Serve these as gauges, read at scrape time."""
+
+        def gauge(name: str, text: str, read: Callable[[], float]) -> None:
+            Gauge(f"tandem_gateway_{name}", text, registry=self._registry).set_function(read)
+
+        gauge("requests_in_flight", "Generations now", in_flight)
+        gauge("sessions", "Sessions kept", sessions)
+        gauge("verifier_ready", "1 while the verifier serves", verifier_ready)

@@ -1,7 +1,8 @@
-"""What the services' Prometheus metrics share: buckets and the HTTP server."""
+"""What the services' Prometheus metrics share: buckets, what every registry has, and the HTTP server."""
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
+from tandem import __version__
 from tandem.errors import StartupError
 
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.5, 2.0)
@@ -24,7 +25,16 @@ LATENCY_BUCKETS = (
     40.96,
     81.92,
 )
-"""Seconds: first token, whole requests."""
+"""Seconds: first token, whole requests, waiting in a queue."""
+
+
+def new_registry(service: str) -> CollectorRegistry:
+    """With the process_* metrics and tandem_build_info, which all services have."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    text = "1, with the service and its version as labels"
+    Gauge("tandem_build_info", text, ["service", "version"], registry=registry).labels(service, __version__).set(1)
+    return registry
 
 
 def serve_metrics(listen: str | None, key: str, registry: CollectorRegistry) -> None:
