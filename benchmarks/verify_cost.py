@@ -80,8 +80,11 @@ def blocks_of(cell: Cell, block_tokens: int) -> int:
     return -(-(cell.context + cell.rows_per_sequence) // block_tokens)
 
 
-def segments_of(cell: Cell, block_tokens: int, vocab_size: int, rng: random.Random) -> list[Segment]:
-    """The rows of a step: per sequence its newest token and a chain of random ones. Block 0 is the padding's."""
+def segments_of(
+    cell: Cell, block_tokens: int, vocab_size: int, rng: random.Random, tree: bool = False
+) -> list[Segment]:
+    """The rows of a step: per sequence its newest token and random ones, in a chain or a tree in which every node has
+    two children. Block 0 is the padding's."""
     count = blocks_of(cell, block_tokens)
     nodes = cell.rows_per_sequence - 1
     segments = []
@@ -90,7 +93,8 @@ def segments_of(cell: Cell, block_tokens: int, vocab_size: int, rng: random.Rand
         request = SequenceRequest(str(number), tokens, len(tokens), SamplingParams(temperature=0.0), nodes + 1)
         sequence = TargetSequence.from_request(number, request)
         sequence.committed = cell.context
-        draft = Draft.block([rng.randrange(vocab_size) for _ in range(nodes)], [0.0] * nodes) if nodes else None
+        parents = [(i // 2 if tree else i) for i in range(nodes)]
+        draft = Draft([rng.randrange(vocab_size) for _ in range(nodes)], parents, [0.0] * nodes) if nodes else None
         blocks = list(range(1 + number * count, 1 + (number + 1) * count))
         segments.append(Segment(sequence, cell.context, tokens[-1:], draft, True, blocks))
     return segments

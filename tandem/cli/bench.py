@@ -1,4 +1,4 @@
-"""`tandem bench`: speculation modes side by side under closed-loop load."""
+"""`tandem bench`: speculation modes side by side under closed-loop load; or a step's time by parts, or peers beside."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tandem.cli.bench_peers import PEERS
 from tandem.cli.console import console, errors, fail
 from tandem.cli.options import DEFAULT_ADDRESS, MaxDraftNodesOption, SpeculationMode
 from tandem.prompts import KINDS
@@ -29,7 +30,9 @@ def bench(
     modes: Annotated[
         str | None, typer.Option(help="Of off, block, tree and auto, comma-separated. Unset: all that are served.")
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Numbers of clients, comma-separated.")] = "1,4,16",
+    concurrency: Annotated[
+        str | None, typer.Option(help="Numbers of clients, comma-separated. Unset: 1,4,16; with --profile 1,4.")
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Requests per pass; at least one per client.")] = 12,
     kinds: Annotated[str, typer.Option(help="Kinds of prompts, comma-separated.")] = ",".join(KINDS),
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer at most; answers may end earlier.")] = 128,
@@ -40,10 +43,31 @@ def bench(
     resume: Annotated[
         Path | None, typer.Option(help="Keep finished passes in this file; if it holds some, go on from there.")
     ] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Instead: where a step's time goes, of the target that --config names.")
+    ] = False,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Instead: beside these peers, one request at a time. Of {', '.join(PEERS)}, comma-separated."
+        ),
+    ] = None,
+    llama_python: Annotated[
+        Path | None, typer.Option(help="Python that has llama-cpp-python, for --against llama.cpp. Unset: this one.")
+    ] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="The target's GGUF, for --against llama.cpp. Unset: the demo target's.")
+    ] = None,
 ) -> None:
     """Measure tokens/s, latencies and acceptance over the shipped prompts; modes alternate within every run."""
     if address is not None and config is not None:
         fail("--address and --config exclude each other", code=2)
+    if profile and against is not None:
+        fail("--profile and --against exclude each other", code=2)
+    if (profile or against is not None) and config is None:
+        fail(f"{'--profile' if profile else '--against'} needs --config", code=2)
+    if against is not None and (temperature or concurrency not in (None, "1")):
+        fail("--against: measured greedily and one request at a time, without --temperature and --concurrency", code=2)
     if json_path is not None:
         try:
             json_path.open("a").close()  # fail now, not after the measurement
@@ -51,6 +75,8 @@ def bench(
             fail(f"--json {json_path}: {error.strerror}", code=2)
 
     from tandem.bench.load import Plan
+    from tandem.cli.bench_peers import measure_peers
+    from tandem.cli.bench_profile import measure_steps
     from tandem.cli.runner import Interrupted, run
     from tandem.cli.stack import StackFailed
     from tandem.client import GenerationError
@@ -58,7 +84,7 @@ def bench(
 
     plan = Plan(
         modes=_words("--modes", modes, MODES) if modes is not None else (),
-        concurrency=_numbers("--concurrency", concurrency),
+        concurrency=_numbers("--concurrency", concurrency or ("1,4" if profile else "1,4,16")),
         prompts=prompts,
         max_tokens=max_tokens,
         temperature=temperature,
@@ -66,8 +92,14 @@ def bench(
         kinds=_words("--kinds", kinds, KINDS),
         max_draft_nodes=max_draft_nodes,
     )
+    if profile and config:
+        measuring = measure_steps(config, plan.concurrency, runs)
+    elif against is not None and config:
+        measuring = measure_peers(plan, config, _words("--against", against, PEERS), llama_python, gguf)
+    else:
+        measuring = _measure(plan, address or DEFAULT_ADDRESS, config, resume)
     try:
-        measured = run(_measure(plan, address or DEFAULT_ADDRESS, config, resume))
+        measured = run(measuring)
     except StartupError as error:
         fail(str(error), code=2)
     except GenerationError as error:
