@@ -8,16 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
-from prometheus_client import CollectorRegistry
 
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.verifier_link import RoundWorker, VerifierLink
 from tandem.checkpoints.model_json import read_vocab_size
 from tandem.config import StackConfig
 from tandem.errors import StartupError
-from tandem.metrics import serve_metrics
+from tandem.metrics import new_registry, serve_metrics
 from tandem.rpc import Health, bind, server_options, wait_for_signal
+from tandem.spans import start_tracing
 from tandem.speculation import PROTOCOL_VERSION
+from tandem.tls import client_files
 from tandem.v1 import speculation_pb2
 
 logger = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ async def run_drafter(config: StackConfig) -> None:
     section = config.drafter
     if section.draft_source == "dflash" and config.draft_model is None:
         raise StartupError("draft_model: the drafter needs one, the config names none")
+    tracing = start_tracing(config.tracing, "drafter")
     server = grpc.aio.server(options=server_options())
     health = Health(server, [SERVICE], section.reflection)
     port = bind(server, section.listen, "drafter.listen")
-    registry = CollectorRegistry()
+    registry = new_registry("drafter")
     serve_metrics(section.metrics_listen, "drafter.metrics_listen", registry)
     metrics = DrafterMetrics(registry)
 
@@ -57,6 +59,8 @@ async def run_drafter(config: StackConfig) -> None:
         new_worker=source.new_worker,
         on_registered=health.set_ready,
         metrics=metrics,
+        tls=client_files(section.verifier_tls, "drafter.verifier_tls"),
+        tracing=tracing,
     )
     await server.start()
     await health.set_ready(False)
@@ -71,6 +75,8 @@ async def run_drafter(config: StackConfig) -> None:
     with contextlib.suppress(asyncio.CancelledError):
         await linked
     await server.stop(0.5)
+    if tracing:
+        await tracing.close()
 
 
 def _dflash(config: StackConfig, metrics: DrafterMetrics) -> _Source:
@@ -80,7 +86,7 @@ def _dflash(config: StackConfig, metrics: DrafterMetrics) -> _Source:
     from tandem.checkpoints.folder import fingerprint
 
     assert config.draft_model
-    model = load_draft_model(config.draft_model, config.target, config.drafter)
+    model = load_draft_model(config.draft_model, config.target, config.drafter, metrics)
     registration = speculation_pb2.Registration(
         protocol_version=PROTOCOL_VERSION,
         draft_source=speculation_pb2.DRAFT_SOURCE_DFLASH,

@@ -3,10 +3,15 @@
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from drafter_service.draft_network import DraftNetwork
+from drafter_service.drafter import ServedModel
+from drafter_service.metrics import DrafterMetrics
+from drafter_service.paged_draft_model import PagedDraftModel
 from tandem.config import DrafterConfig
 from tandem.errors import StartupError
 from tandem.torch_setup import pick_device, set_threads
@@ -17,7 +22,9 @@ _WARM_UP_CONTEXT = 64
 _WARM_UP_BATCHES = (1, 2, 4, 8)
 
 
-def load_draft_model(draft_folder: Path, target_folder: Path, section: DrafterConfig) -> DraftModel:
+def load_draft_model(
+    draft_folder: Path, target_folder: Path, section: DrafterConfig, metrics: DrafterMetrics
+) -> ServedModel[Any]:
     """Load and warm up. StartupError names the key, file or tensor that is wrong."""
     set_threads(section.threads)
     device, dtype = pick_device(section.device, "drafter.device"), getattr(torch, section.dtype)
@@ -25,8 +32,14 @@ def load_draft_model(draft_folder: Path, target_folder: Path, section: DrafterCo
     int8 = section.quantization == "int8"
     if int8 and device.type != "cpu":
         raise StartupError(f"drafter.quantization: int8 is for CPUs, the device is {device.type}")
-    model = DraftModel.load(draft_folder, target_folder, dtype, device, int8)
+    network = DraftNetwork.load(draft_folder, target_folder, dtype, device, int8)
     loaded = time.perf_counter()
+    model: DraftModel | PagedDraftModel
+    graphs = section.graphs
+    if graphs.mode == "on" or (graphs.mode == "auto" and device.type == "cuda"):
+        model = PagedDraftModel(network, metrics, section.kv_blocks, section.kv_block_tokens, graphs.eager_fallback)
+    else:
+        model = DraftModel(network)
     _warm_up(model)
     logger.info(
         "loaded %s for %s on %s in %.1fs, warmed up in %.1fs",
@@ -39,12 +52,14 @@ def load_draft_model(draft_folder: Path, target_folder: Path, section: DrafterCo
     return model
 
 
-def _warm_up(model: DraftModel) -> None:
+def _warm_up(model: ServedModel[Any]) -> None:
     """The first call of each shape is several times slower, as kernels are built for it: take the common ones now."""
     config = model.config
     blocks = []
     for _ in range(max(_WARM_UP_BATCHES)):
         kv = model.new_context()
+        if not model.reserve(kv, _WARM_UP_CONTEXT):
+            return
         model.write_context([ContextRows(kv, 0, torch.zeros(_WARM_UP_CONTEXT, config.hidden_size))])
         blocks.append(BlockRequest(kv, _WARM_UP_CONTEXT, anchor=0, nodes=config.block_size - 1))
     for rows in range(1, config.block_size + 1):

@@ -52,15 +52,30 @@ def selected_candidates(
     before = tokens.roll(1, dims=0)
     blocks = _of_blocks(slots)
     before[[rows.start for rows in blocks]] = anchors[:, None]
-    predecessors = F.embedding(before, selector.predecessors).float()
-    successors = F.embedding(tokens, selector.successors).float()
-    scores = logits[:, None] + transition_scores(predecessors, projected.float(), successors)
-    log_probs = scores.log_softmax(dim=-1).tolist()
+    log_probs = selector_log_probs(logits, tokens, before, projected, selector).tolist()
     flat_tokens = tokens.tolist()
     return [
         Candidates(flat_tokens[rows], [log_probs[rows.start][:1], *log_probs[rows.start + 1 : rows.stop]])
         for rows in blocks
     ]
+
+
+def selector_log_probs(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    before: torch.Tensor,
+    projected: torch.Tensor,
+    selector: SelectorWeights,
+) -> torch.Tensor:
+    """[rows, p, k]: of k tokens behind each of p.
+
+    logits [rows, k] fp32 and tokens [rows, k]: a slot's candidates; before [rows, p]: what may stand before it;
+    projected [rows, r]: the selector's projection of the slot's final hidden state.
+    """
+    predecessors = F.embedding(before, selector.predecessors).float()
+    successors = F.embedding(tokens, selector.successors).float()
+    scores = logits[:, None] + transition_scores(predecessors, projected.float(), successors)
+    return scores.log_softmax(dim=-1)
 
 
 def _of_blocks(slots: Sequence[int]) -> list[slice]:

@@ -4,17 +4,23 @@ import asyncio
 import contextlib
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import grpc
 
 from drafter_service.messages import Answer, ProtocolError
 from drafter_service.metrics import DrafterMetrics
+from tandem.errors import StartupError
 from tandem.rpc import channel_options
 from tandem.speculation import Context, DraftRequest, DraftShape, Round
+from tandem.tls import ClientFiles, open_channel
 from tandem.v1 import speculation_pb2 as pb
 from tandem.v1 import speculation_pb2_grpc
+
+if TYPE_CHECKING:
+    from tandem.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +68,8 @@ class VerifierLink:
         new_worker: Callable[[str], RoundWorker],
         on_registered: Callable[[bool], Awaitable[None]],
         metrics: DrafterMetrics,
+        tls: ClientFiles | None = None,
+        tracing: "Tracing | None" = None,
     ):
         """new_worker is given the dtype of the features and makes the worker of one stream, which ends with it;
         on_registered is told when the verifier takes this drafter and when it is lost again."""
@@ -71,6 +79,10 @@ class VerifierLink:
         self._new_worker = new_worker
         self._on_registered = on_registered
         self._metrics = metrics
+        self._tls = tls
+        self._tracing = tracing
+        if tls:
+            tls.credentials()  # Fails here and now if they cannot be used.
         self._failures = 0
         """Streams that ended since work was last answered."""
 
@@ -81,8 +93,8 @@ class VerifierLink:
             refused = False
             try:
                 await self._serve_one_stream()
-            except _StreamEnded as error:
-                reason, refused = str(error), error.refused
+            except (_StreamEnded, StartupError) as error:
+                reason, refused = str(error), isinstance(error, _StreamEnded) and error.refused
                 if reason != logged or self._failures == 0:
                     log = logger.error if refused else logger.warning
                     log("verifier %s: %s; trying again until it works", self._verifier, reason)
@@ -102,10 +114,10 @@ class VerifierLink:
         return pause * random.uniform(0.5, 1.0)
 
     async def _serve_one_stream(self) -> None:
-        """Raises _StreamEnded, or what the worker raised."""
+        """Raises _StreamEnded, StartupError if a replaced certificate cannot be used, or what the worker raised."""
         # A subchannel of its own: gRPC would hold attempts back by its schedule for the address, which is slower.
         options = [*channel_options(), ("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self._verifier, options=options) as channel:
+        async with open_channel(self._verifier, self._tls, options) as channel:
             call = speculation_pb2_grpc.SpeculationServiceStub(channel).Speculate()
             try:
                 registered = await self._register(call)
@@ -165,8 +177,12 @@ class VerifierLink:
                 batch.append(inbox.get_nowait())
             messages = [message for message in batch if message is not None]
             if messages:
+                started = time.perf_counter()
                 with _protocol_errors():
-                    answer = worker.work([_to_round(message) for message in messages])
+                    rounds = [_to_round(message) for message in messages]
+                    answer = worker.work(rounds)
+                if self._tracing:
+                    _trace(self._tracing, rounds, answer, started)
                 for reply in _to_messages(answer):
                     await call.write(reply)
                 self._failures = 0
@@ -189,6 +205,14 @@ async def _leave(call: Any, reader: "asyncio.Task[None]") -> None:
         await asyncio.wait([reader], timeout=_LEAVE_TIMEOUT_SECONDS)
 
 
+def _trace(tracing: "Tracing", rounds: list[Round], answer: Answer, started: float) -> None:
+    ended = time.perf_counter()
+    nodes = {drafted.sequence_id: len(drafted.draft) for drafted in answer.drafts}
+    for request in (request for round_ in rounds for request in round_.requests):
+        if request.traceparent and request.sequence_id in nodes:
+            tracing.drafted(request.traceparent, started, ended, nodes[request.sequence_id], len(nodes))
+
+
 @contextlib.contextmanager
 def _protocol_errors() -> Iterator[None]:
     try:
@@ -207,7 +231,9 @@ def _to_round(message: pb.VerifierMessage) -> Round:
             for c in work.contexts
         ],
         requests=[
-            DraftRequest(r.sequence_id, r.epoch, r.base_position, r.anchor, r.max_nodes, _to_shape(r.shape))
+            DraftRequest(
+                r.sequence_id, r.epoch, r.base_position, r.anchor, r.max_nodes, _to_shape(r.shape), r.traceparent
+            )
             for r in work.requests
         ],
         released_sequence_ids=list(work.released_sequence_ids),

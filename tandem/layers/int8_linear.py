@@ -21,13 +21,12 @@ class Int8Linear:
         """[rows, in] to [rows, out], in x's dtype."""
         return self._product(x).to(x.dtype)
 
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=1e-12).div_(127)
+        rounded = (x / scale).round_().to(torch.int8)
+        product = torch.mul(torch._int_mm(rounded, self._weight), scale).mul_(self._scale)
+        return product if self._bias is None else product.add_(self._bias)
+
     def added_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + x W^T + b."""
-        return (self._product(x) + residual).to(residual.dtype)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        values = x.float()
-        scale = values.abs().amax(dim=1, keepdim=True).clamp_(min=1e-12) / 127
-        rounded = (values / scale).round_().to(torch.int8)
-        product = torch._int_mm(rounded, self._weight).float().mul_(scale).mul_(self._scale)
-        return product if self._bias is None else product.add_(self._bias)
+        return self._product(x).add_(residual).to(residual.dtype)

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from dflash.model import DFlash2DraftModel
+from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 from scipy.stats import chisquare
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from drafter_service.metrics import DrafterMetrics
+from drafter_service.paged_draft_model import PagedDraftModel
 from tandem.draft_tree import Candidates, build_tree, sample_chain
 from tandem.layers.dflash2 import grouped_conv
 from tandem.speculation import DraftShape
@@ -128,15 +131,20 @@ def assert_same_candidates(ours: Candidates, oracle: Oracle, hidden: torch.Tenso
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_the_reference_round_after_round(variant: str, tmp_path: Path) -> None:
     """Whatever the architecture and however the context is cut into pieces: each round's logits, greedy block,
-    candidates and conditional probabilities are the reference's over the whole context."""
+    candidates and conditional probabilities are the reference's over the whole context; with a paged context the
+    same block."""
     inner, changes = VARIANTS[variant]
     model, oracle = make_pair(tmp_path, inner, **changes)
     taps = random_taps(60, seed=3)
     features = oracle.features(taps)
-    kv, held = model.new_context(), 0
+    paged = PagedDraftModel(model._network, DrafterMetrics(CollectorRegistry()), 6, 16)
+    kv, pages, held = model.new_context(), paged.new_context(), 0
     for base, anchor in ((1, 3), (4, 77), (12, 12), (40, 500), (60, 1)):
         for start in range(held, base, 3):
-            model.write_context([ContextRows(kv, start, features[start : min(start + 3, base)])])
+            rows = features[start : min(start + 3, base)]
+            model.write_context([ContextRows(kv, start, rows)])
+            assert paged.reserve(pages, start + len(rows))
+            paged.write_context([ContextRows(pages, start, rows)])
         held = base
         request = BlockRequest(kv, base, anchor, model.config.block_size - 1)
         hidden = oracle.hidden(taps[:base], anchor)
@@ -146,6 +154,7 @@ def test_drafts_equal_the_reference_round_after_round(variant: str, tmp_path: Pa
         path, _, _ = oracle.propose(hidden, anchor, 0.0)
         assert block.tokens == path
         assert block.is_chain
+        assert paged.draft([BlockRequest(pages, base, anchor, model.config.block_size - 1)])[0].tokens == path
         for slot, (before, token) in enumerate(zip([anchor, *path], path, strict=False)):
             probability = oracle.distribution(hidden, slot, before)[token]
             assert math.exp(block.log_probs[slot]) == pytest.approx(probability, rel=2e-3)

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from dflash.model import DFlashDraftModel
+from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from drafter_service.metrics import DrafterMetrics
+from drafter_service.paged_draft_model import PagedDraftModel
+from tandem.draft_tree import Draft
 from tandem.layers.argmax import argmax_rows
 from tandem.layers.top_k import top_k_rows
 from tandem.speculation import DraftShape
@@ -118,7 +122,10 @@ def block(model: DraftModel, kv: Any, base: int, anchor: int) -> BlockRequest:
 
 def assert_same_draft(model: DraftModel, request: BlockRequest, expected: torch.Tensor) -> None:
     torch.testing.assert_close(model.block_logits([request]), expected, rtol=1e-4, atol=1e-4)
-    proposals = model.draft([request])[0]
+    assert_proposes(model.draft([request])[0], expected)
+
+
+def assert_proposes(proposals: Draft, expected: torch.Tensor) -> None:
     assert proposals.tokens == expected.argmax(dim=-1).tolist()
     log_probs = expected.log_softmax(dim=-1).amax(dim=-1)
     torch.testing.assert_close(torch.tensor(proposals.log_probs), log_probs, rtol=1e-4, atol=1e-4)
@@ -127,17 +134,24 @@ def assert_same_draft(model: DraftModel, request: BlockRequest, expected: torch.
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafts_equal_the_reference_round_after_round(variant: str, tmp_path: Path) -> None:
     """Whatever the architecture and however the context is cut into pieces, each round's logits, tokens and
-    log-probabilities are the reference's over the whole context."""
+    log-probabilities are the reference's over the whole context; with a paged context too."""
     model, oracle = make_pair(tmp_path, **VARIANTS[variant])
     assert model.config.target_layer_ids == tuple(oracle.net.target_layer_ids)
+    paged = PagedDraftModel(model._network, DrafterMetrics(CollectorRegistry()), 6, 16)
     taps = random_taps(60, seed=3)
     features = oracle.features(taps)
-    kv, held = model.new_context(), 0
+    kv, pages, held = model.new_context(), paged.new_context(), 0
     for base, anchor in ((1, 3), (2, 511), (4, 77), (11, 0), (12, 12), (40, 500), (47, 9), (60, 1)):
         for start in range(held, base, 3):
-            model.write_context([ContextRows(kv, start, features[start : min(start + 3, base)])])
+            rows = features[start : min(start + 3, base)]
+            model.write_context([ContextRows(kv, start, rows)])
+            assert paged.reserve(pages, start + len(rows))
+            paged.write_context([ContextRows(pages, start, rows)])
         held = base
-        assert_same_draft(model, block(model, kv, base, anchor), oracle.logits(taps[:base], anchor))
+        expected = oracle.logits(taps[:base], anchor)
+        assert_same_draft(model, block(model, kv, base, anchor), expected)
+        (draft,) = paged.draft([BlockRequest(pages, base, anchor, model.config.block_size - 1)])
+        assert_proposes(draft, expected)
 
 
 def test_untied_head(tmp_path: Path) -> None:
