@@ -10,11 +10,13 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.validation import TargetInfo
-from tandem.errors import FieldViolation, InvalidRequest, Overloaded, Unavailable
+from tandem.errors import FieldViolation, InvalidRequest, Overloaded, StartupError, Unavailable
 from tandem.rpc import channel_options, field_violations, retry_after_seconds
 from tandem.sampling import SamplingParams
+from tandem.spans import outgoing_metadata
 from tandem.speculation_modes import mode_name, mode_number
 from tandem.step_timing import StepTiming
+from tandem.tls import ClientFiles, open_channel
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "tandem.v1.VerifierService"
 POLL_SECONDS = 1.0
 PROBE_TIMEOUT_SECONDS = 2.0
+RETIRED_CHANNEL_SECONDS = 3600.0
+"""What calls in flight may take when the certificate that they were made with is replaced."""
 
 
 class VerifierLost(RuntimeError):
@@ -109,16 +113,20 @@ class VerifierClient:
         tokenizer_vocab_size: int,
         on_change: Callable[[bool], Awaitable[None]],
         poll_seconds: float = POLL_SECONDS,
+        tls: ClientFiles | None = None,
     ):
-        self._address = address
+        """StartupError if the files of `tls` cannot be used."""
+        self.address = address
         self._tokenizer_vocab_size = tokenizer_vocab_size
         self._on_change = on_change
         self._poll_seconds = poll_seconds
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
-        self._stub = verification_pb2_grpc.VerifierServiceStub(self._channel)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._tls = tls
+        self._retired: set[asyncio.Task[None]] = set()
+        """Channels of certificates that were replaced, until their calls have ended."""
+        self._connect()
         self._watcher: asyncio.Task[None] | None = None
-        self._trouble = "not reached yet"
+        self.trouble = "not reached yet"
+        """Why it is not ready; empty if it is."""
         self.ready = False
         self.target: TargetInfo | None = None
         """As last heard; kept while the verifier is away."""
@@ -132,21 +140,43 @@ class VerifierClient:
             self._watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
+        for retired in self._retired:
+            retired.cancel()
         await self._channel.close()
+
+    def _connect(self) -> None:
+        self._stamp = self._tls.stamp if self._tls else None
+        self._channel = open_channel(self.address, self._tls, channel_options())
+        self._stub = verification_pb2_grpc.VerifierServiceStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    def _renew_certificate(self) -> None:
+        """New calls go by a new channel if files were replaced; those in flight end on the one they are on."""
+        if self._tls is None or self._tls.stamp == self._stamp:
+            return
+        old = self._channel
+        try:
+            self._connect()
+        except StartupError as error:
+            logger.warning("%s; going on with the certificate from before", error)
+            return
+        logger.info("verifier %s: certificate replaced, connecting anew", self.address)
+        retired = asyncio.create_task(old.close(RETIRED_CHANNEL_SECONDS))
+        self._retired.add(retired)
+        retired.add_done_callback(self._retired.discard)
 
     def require_ready(self) -> TargetInfo:
         """The target's description; Unavailable while no verifier serves."""
         if not self.ready or self.target is None:
-            raise Unavailable(f"no verifier at {self._address}: {self._trouble}")
+            raise Unavailable(f"no verifier at {self.address}: {self.trouble}")
         return self.target
 
-    async def drafters(self) -> int:
-        """Drafters connected at this moment; Unavailable if the verifier does not answer."""
+    async def load(self) -> verification_pb2.GetLoadResponse:
+        """Live figures; Unavailable if the verifier does not answer."""
         try:
-            load = await self._stub.GetLoad(verification_pb2.GetLoadRequest(), timeout=PROBE_TIMEOUT_SECONDS)
+            return await self._stub.GetLoad(verification_pb2.GetLoadRequest(), timeout=PROBE_TIMEOUT_SECONDS)
         except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"the verifier at {self._address} does not answer: {error.code().name}") from None
-        return load.drafters
+            raise Unavailable(f"the verifier at {self.address} does not answer: {error.code().name}") from None
 
     async def generate(
         self, sequence: SequenceRequest, generated: Sequence[int], timeout: float | None
@@ -155,7 +185,8 @@ class VerifierClient:
 
         Raises VerifierLost, Overloaded, InvalidRequest, TimeoutError (after `timeout` seconds) or VerifierFailed.
         """
-        call = self._stub.Generate(_to_proto(sequence, generated), timeout=timeout)
+        request = _to_proto(sequence, generated)
+        call = self._stub.Generate(request, timeout=timeout, metadata=outgoing_metadata.get())
         try:
             async for message in call:
                 yield _emission(message)
@@ -169,15 +200,16 @@ class VerifierClient:
 
     async def _watch(self) -> None:
         while True:
+            self._renew_certificate()
             was_ready = self.ready
             trouble = await self._probe()
             self.ready = trouble is None
             if self.ready and not was_ready:
                 assert self.target
-                logger.info("verifier %s is ready: model=%s", self._address, self.target.model)
-            elif trouble != self._trouble and trouble is not None:
-                logger.warning("verifier %s is not ready: %s", self._address, trouble)
-            self._trouble = trouble or ""
+                logger.info("verifier %s is ready: model=%s", self.address, self.target.model)
+            elif trouble != self.trouble and trouble is not None:
+                logger.warning("verifier %s is not ready: %s", self.address, trouble)
+            self.trouble = trouble or ""
             if self.ready != was_ready:
                 await self._on_change(self.ready)
             await asyncio.sleep(self._poll_seconds)
@@ -206,6 +238,7 @@ class VerifierClient:
             speculation_modes=tuple(mode_name(mode) for mode in info.speculation_modes),
             default_speculation_mode=mode_name(info.default_speculation_mode),
             max_draft_nodes=info.max_draft_nodes,
+            shows_last_draft=info.shows_last_draft,
         )
         return None
 

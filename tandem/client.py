@@ -39,6 +39,7 @@ from tandem.client_types import (
 )
 from tandem.rpc import channel_options
 from tandem.step_timing import StepTiming
+from tandem.tls import ClientFiles, open_channel
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "AsyncGeneration",
     "Chunk",
     "Client",
+    "ClientFiles",
     "Final",
     "GenerateOptions",
     "Generation",
@@ -129,9 +131,13 @@ class Generation(_Progress, Iterator[Chunk]):
 class Client:
     """A connection to a gateway; for use from several threads. Connects when first used."""
 
-    def __init__(self, address: str):
-        """`address` is HOST:PORT."""
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str, tls: ClientFiles | None = None):
+        """`address` is HOST:PORT; `tls` calls it by TLS with the files as they are now: StartupError if they cannot be
+        used."""
+        if tls:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=channel_options())
+        else:
+            self._channel = grpc.insecure_channel(address, options=channel_options())
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -220,9 +226,9 @@ class AsyncGeneration(_Progress, AsyncIterator[Chunk]):
 class AsyncClient:
     """A connection to a gateway, for one event loop. Connects when first used."""
 
-    def __init__(self, address: str):
-        """`address` is HOST:PORT."""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str, tls: ClientFiles | None = None):
+        """As Client."""
+        self._channel = open_channel(address, tls, channel_options())
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from tandem.errors import InvalidRequest, Overloaded, StartupError, Unavailable
+from tandem.tls import ServerFiles
 
 INTERNAL_MESSAGE_BYTES = 64 * 2**20
 """Largest message between gateway, verifier and drafter."""
@@ -33,7 +34,8 @@ def channel_options(max_bytes: int = INTERNAL_MESSAGE_BYTES) -> list[tuple[str, 
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Despite its name: how long an attempt to connect may take, TLS included. A pause is as short as the one above.
+        ("grpc.min_reconnect_backoff_ms", 3_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
     ]
 
@@ -51,10 +53,11 @@ def server_options(max_receive_bytes: int = INTERNAL_MESSAGE_BYTES) -> list[tupl
     ]
 
 
-def bind(server: grpc.aio.Server, address: str, key: str) -> int:
+def bind(server: grpc.aio.Server, address: str, key: str, tls: ServerFiles | None = None) -> int:
     """Bind and return the port; StartupError naming the config key if that fails."""
+    credentials = tls.credentials() if tls else None
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if port == 0:
@@ -67,10 +70,26 @@ class Health:
 
     def __init__(self, server: grpc.aio.Server, services: list[str], with_reflection: bool):
         self._services = services
+        self._plain: grpc.aio.Server | None = None
         self._servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
         if with_reflection:
             reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+
+    async def serve_plainly(self, address: str | None, key: str) -> None:
+        """Health alone at an address of its own, without TLS, until `stop`; None serves none. StartupError naming the
+        config key if it is taken."""
+        if address is None:
+            return
+        self._plain = grpc.aio.server(options=server_options())
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._plain)
+        bind(self._plain, address, key)
+        await self._plain.start()
+
+    async def stop(self) -> None:
+        """The end of `serve_plainly`."""
+        if self._plain:
+            await self._plain.stop(None)
 
     async def set_ready(self, ready: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -28,7 +28,7 @@ def service_main(
     """
     arguments = service_parser(name).parse_args()
     with start_up_errors(name):
-        config = load_config(arguments.config)
+        config = load_config(*arguments.config)
         set_up_process(name, section_of(config))
         asyncio.run(run(config))
 
@@ -36,7 +36,8 @@ def service_main(
 def service_parser(name: str) -> argparse.ArgumentParser:
     """What every service takes on its command line."""
     parser = argparse.ArgumentParser(prog=name, description=f"Tandem's {name}.")
-    parser.add_argument("--config", type=Path, required=True, help="the stack's YAML file")
+    more = "may be repeated: keys of later files are added to those of the first, or replace them"
+    parser.add_argument("--config", type=Path, action="append", required=True, help=f"the stack's YAML file; {more}")
     return parser
 
 

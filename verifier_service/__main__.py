@@ -14,7 +14,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, help="1 or as many as --ep, in place of verifier.parallel.tp")
     arguments = parser.parse_args()
     with start_up_errors("verifier"):
-        config = with_ranks(load_config(arguments.config), arguments.ep, arguments.tp)
+        config = with_ranks(load_config(*arguments.config), arguments.ep, arguments.tp)
         section = config.verifier
         set_up_process("verifier", section)
 

@@ -63,6 +63,11 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServiceServicer):
         """`info` is None where speculation is not configured: every drafter is refused."""
         self._engine = engine
         self._info = info
+        self._ended = asyncio.Event()
+
+    def end(self) -> None:
+        """End all streams in order: a server that stops breaks them off, and logs that as failures."""
+        self._ended.set()
 
     async def Speculate(  # type: ignore[override]  # noqa: N802
         self, request_iterator: AsyncIterator[speculation_pb2.DrafterMessage], context: Any
@@ -91,10 +96,16 @@ class SpeculationServicer(speculation_pb2_grpc.SpeculationServiceServicer):
         drafter = Drafter(first.registration.drafter_name or context.peer(), send, source)
         logger.info("drafter %s (%s) registered from %s", drafter.name, source.value, context.peer())
         writer = asyncio.create_task(_write(outbox, context))
+        reading = asyncio.create_task(self._read(drafter, info, context))
+        ending = asyncio.create_task(self._ended.wait())
         self._engine.attach(drafter)
         try:
-            await self._read(drafter, info, context)
+            await asyncio.wait({reading, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                await reading
         finally:
+            reading.cancel()
+            ending.cancel()
             self._engine.detach(drafter)
             writer.cancel()
             logger.info("drafter %s left", drafter.name)
@@ -171,6 +182,7 @@ def _to_message(work: Round) -> speculation_pb2.VerifierMessage:
                     anchor=r.anchor,
                     max_nodes=r.max_nodes,
                     shape=_SHAPES[r.shape],
+                    traceparent=r.traceparent,
                 )
                 for r in work.requests
             ],

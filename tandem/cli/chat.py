@@ -19,8 +19,12 @@ from tandem.cli.options import (
     SpeculationModeOption,
     SystemOption,
     TemperatureOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
     TopKOption,
     TopPOption,
+    tls_files,
 )
 
 if TYPE_CHECKING:
@@ -40,9 +44,13 @@ def chat(
     seed: SeedOption = None,
     speculation_mode: SpeculationModeOption = SpeculationMode.DEFAULT,
     max_draft_nodes: MaxDraftNodesOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
 ) -> None:
     """Talk with the model. The gateway keeps the conversation."""
     from tandem.client import Client, GenerationError
+    from tandem.errors import StartupError
 
     options: GenerateOptions = {
         "max_tokens": max_tokens,
@@ -55,7 +63,7 @@ def chat(
         "max_draft_nodes": max_draft_nodes,
     }
     try:
-        with Client(address) as client:
+        with Client(address, tls_files(tls_ca, tls_cert, tls_key)) as client:
             model = client.model().model
             console.print(f"{model} at {address}. {HELP}.", soft_wrap=True, markup=False)
             conversation = Conversation(client, system, options)
@@ -64,6 +72,8 @@ def chat(
                     pass
             finally:
                 conversation.close()
+    except StartupError as error:
+        fail(str(error), code=2)
     except GenerationError as error:
         fail(describe(error))
 

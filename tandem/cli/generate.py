@@ -19,8 +19,12 @@ from tandem.cli.options import (
     SpeculationModeOption,
     SystemOption,
     TemperatureOption,
+    TlsCaOption,
+    TlsCertOption,
+    TlsKeyOption,
     TopKOption,
     TopPOption,
+    tls_files,
 )
 
 if TYPE_CHECKING:
@@ -42,10 +46,14 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False,
     speculation_mode: SpeculationModeOption = SpeculationMode.DEFAULT,
     max_draft_nodes: MaxDraftNodesOption = None,
+    tls_ca: TlsCaOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print token, time and acceptance figures after it.")] = False,
 ) -> None:
     """Ask a question and stream the answer. Ctrl-C stops it."""
     from tandem.client import Client, GenerationError, Message
+    from tandem.errors import StartupError
 
     if raw and system is not None:
         fail("--system needs the chat template, which --raw leaves out", code=2)
@@ -53,7 +61,7 @@ def generate(
     messages = [Message("system", system)] if system is not None else []
     prompt = text if raw else [*messages, Message("user", text)]
     try:
-        with Client(address) as client:
+        with Client(address, tls_files(tls_ca, tls_cert, tls_key)) as client:
             generation = client.generate(
                 prompt,
                 max_tokens=max_tokens,
@@ -68,6 +76,8 @@ def generate(
                 max_draft_nodes=max_draft_nodes,
             )
             final = stream(generation)
+    except StartupError as error:
+        fail(str(error), code=2)
     except GenerationError as error:
         fail(describe(error))
     if final is None:

@@ -13,6 +13,7 @@ from tandem.cli.parts import Part, check_ports_free, parts_of
 from tandem.cli.stack import Stack, StackFailed
 from tandem.client import GenerationError
 from tandem.config import load_config
+from tandem.errors import StartupError
 
 SHOWN_LINES = 20
 
@@ -24,6 +25,8 @@ async def local_stack(config_path: Path) -> AsyncIterator[str]:
     StartupError for a wrong config or a port in use, StackFailed as quiet_stack.
     """
     config = load_config(config_path)
+    if config.gateway.tls:
+        raise StartupError("gateway.tls: this command calls the stack that it starts in plain text")
     check_ports_free(config)
     parts = parts_of(config, config_path)
     async with quiet_stack(parts):

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem.config import StackConfig
+from tandem.config import GatewayConfig, StackConfig, VerifierConfig
 from tandem.errors import StartupError
 
 GENERATION, VERIFIER, SPECULATION, DRAFTER = (
@@ -25,13 +25,19 @@ class Part:
     name: str
     command: tuple[str, ...]
     address: str
-    """Where its health is served, HOST:PORT as a client dials it."""
+    """Where it serves, HOST:PORT as a client dials it."""
     health_services: tuple[str, ...]
     """All SERVING: the part is ready."""
     grace_seconds: float
     """From SIGTERM to SIGKILL."""
     essential: bool = True
     """Its end is the end of the stack; otherwise it is started again."""
+    plain_health: str | None = None
+    """Where its health is served in plain text if not at its address, which then takes TLS only."""
+
+    @property
+    def health_address(self) -> str:
+        return self.plain_health or self.address
 
 
 def parts_of(config: StackConfig, path: Path, verifier_options: tuple[str, ...] = ()) -> list[Part]:
@@ -48,6 +54,7 @@ def parts_of(config: StackConfig, path: Path, verifier_options: tuple[str, ...] 
             dialable(config.verifier.listen),
             (VERIFIER, SPECULATION) if speculates else (VERIFIER,),
             config.verifier.shutdown_grace_seconds + 5,
+            plain_health=_plain_health(config.verifier),
         ),
     ]
     if speculates:
@@ -68,6 +75,7 @@ def parts_of(config: StackConfig, path: Path, verifier_options: tuple[str, ...] 
             dialable(config.gateway.listen),
             (GENERATION,),
             config.gateway.shutdown_grace_seconds + 5,
+            plain_health=_plain_health(config.gateway),
         )
     )
     return parts
@@ -81,8 +89,8 @@ def check_ports_free(config: StackConfig) -> None:
     addresses = {
         f"{name}.{key}": address
         for name, section in sections.items()
-        for key in ("listen", "metrics_listen")
-        if (address := getattr(section, key)) is not None
+        for key in ("listen", "metrics_listen", "health_listen")
+        if (address := getattr(section, key, None)) is not None
     }
     problems = []
     with contextlib.ExitStack() as held:
@@ -100,6 +108,10 @@ def check_ports_free(config: StackConfig) -> None:
                 problems.append(f"{key}: cannot listen on {address}: {error.strerror}")
     if problems:
         raise StartupError("\n".join(problems))
+
+
+def _plain_health(section: GatewayConfig | VerifierConfig) -> str | None:
+    return dialable(section.health_listen) if section.health_listen else None
 
 
 def dialable(listen: str) -> str:

@@ -122,7 +122,7 @@ class Stack:
     async def _until_ready(self) -> None:
         """All health services of all parts SERVING, else StackFailed."""
         waits = {
-            asyncio.create_task(_serving(part.address, service)): part
+            asyncio.create_task(_serving(part.health_address, service)): part
             for part in self.parts
             for service in part.health_services
         }

@@ -1,6 +1,7 @@
 """The manifests as objects: rendered trees, the pods in them, and the config that a pod reads."""
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ def render(tree: str) -> list[Object]:
     """What kustomize makes of base, of an overlay, or of base and a component (`base+monitoring`). Do not change it."""
     name, _, component = tree.partition("+")
     if not component:
-        return _kustomize(K8S / "base" if name == "base" else K8S / "overlays" / name)
+        return kustomize(K8S / "base" if name == "base" else K8S / "overlays" / name)
     with tempfile.TemporaryDirectory() as folder:
         kustomization = {
             "resources": [os.path.relpath(K8S / "base", folder)],
@@ -44,10 +45,11 @@ def render(tree: str) -> list[Object]:
             "images": [{"name": name, "newTag": VERSION} for name in ("tandem-gateway", "tandem-worker")],
         }
         Path(folder, "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-        return _kustomize(Path(folder))
+        return kustomize(Path(folder))
 
 
-def _kustomize(folder: Path) -> list[Object]:
+def kustomize(folder: Path) -> list[Object]:
+    """The objects of a kustomization."""
     kubectl = Path(sys.executable).parent / "kubectl"
     done = subprocess.run([kubectl, "kustomize", folder], capture_output=True, text=True, timeout=60)
     # Kustomize says there what is deprecated.
@@ -149,10 +151,14 @@ def mount_of(workload: Workload, path: str) -> tuple[Object, Object] | None:
     return None
 
 
-def config_text(objects: list[Object], workload: Workload) -> str:
-    """The config file that a pod reads. BrokenConfigError if it is not there."""
+def config_texts(objects: list[Object], workload: Workload) -> tuple[str, ...]:
+    """The config files that a pod reads, in order. BrokenConfigError if one is not there."""
     command = workload.command
-    path = command[command.index("--config") + 1]
+    paths = [path for flag, path in itertools.pairwise(command) if flag == "--config"]
+    return tuple(_config_text(objects, workload, path) for path in paths)
+
+
+def _config_text(objects: list[Object], workload: Workload, path: str) -> str:
     _, volume = mount_of(workload, path) or ({}, {})
     name = volume.get("configMap", {}).get("name")
     maps = [o for o in of_kind(objects, "ConfigMap") if o["metadata"]["name"] == name]
@@ -163,15 +169,15 @@ def config_text(objects: list[Object], workload: Workload) -> str:
 
 def config_of(objects: list[Object], workload: Workload) -> StackConfig:
     """The config that a pod reads, loaded as the service would. BrokenConfigError if it could not."""
-    text = config_text(objects, workload)
+    texts = config_texts(objects, workload)
     try:
-        return _load(text)
+        return _load(*texts)
     except Exception as error:
         raise BrokenConfigError(f"{workload.name}: {error}") from None
 
 
 @functools.cache
-def _load(text: str) -> StackConfig:
+def _load(text: str, *more: str) -> StackConfig:
     """With an empty config.json where the models would be, since a config names folders that exist."""
     data = yaml.safe_load(text)
     with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +186,7 @@ def _load(text: str) -> StackConfig:
             model.mkdir(parents=True, exist_ok=True)
             (model / "config.json").write_text("{}")
             data[key] = str(model)
-        file = Path(folder, "tandem.yaml")
-        file.write_text(yaml.safe_dump(data))
-        return load_config(file)
+        files = [Path(folder, f"{number}.yaml") for number in range(1 + len(more))]
+        for file, content in zip(files, (yaml.safe_dump(data), *more), strict=True):
+            file.write_text(content)
+        return load_config(*files)

@@ -9,7 +9,8 @@ from typing import Any
 
 import grpc
 
-from tandem.rpc import Health, abort_with, server_options
+from tandem.rpc import Health, abort_with, bind, server_options
+from tandem.tls import ServerFiles
 from tandem.v1 import generation_pb2, verification_pb2, verification_pb2_grpc
 from tests.fakes import tokenizers
 
@@ -39,7 +40,7 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
     chunk_sizes: Sequence[int] = (1, 3, 2, 4)
     """Tokens per message, repeated."""
     stall_after: int | None = None
-    """Emit so many tokens, counted from the prompt, then wait for ever."""
+    """Emit so many tokens, counted from the prompt, then wait for `resume`."""
     die_after: int | None = None
     """Emit so many tokens, counted from the prompt, then end the server without a word."""
     final_apart: bool = False
@@ -61,13 +62,17 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
     time_remaining: list[float | None] = field(default_factory=list)
     running: int = 0
     port: int = 0
+    tls: ServerFiles | None = None
+    peer_certificates: list[bytes] = field(default_factory=list)
+    """In PEM, of who called GetInfo."""
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
         """Serve, at the same port as before if it was started before."""
         self._server = grpc.aio.server(options=server_options())
         verification_pb2_grpc.add_VerifierServiceServicer_to_server(self, self._server)
         self.health = Health(self._server, [SERVICE], with_reflection=False)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = bind(self._server, f"127.0.0.1:{self.port}", "fake", self.tls)
         await self._server.start()
         await self.health.set_ready(True)
 
@@ -130,7 +135,7 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
             self.death = asyncio.create_task(self.stop())
             await asyncio.Event().wait()
         if self.stall_after is not None and done >= self.stall_after:
-            await asyncio.Event().wait()
+            await self.resume.wait()
 
     def _final(self, request: Request, done: int, stop: int | None) -> verification_pb2.SequenceFinal:
         reason = generation_pb2.FINISH_REASON_LENGTH if stop is None else generation_pb2.FINISH_REASON_STOP
@@ -148,6 +153,7 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
     async def GetInfo(  # noqa: N802
         self, request: verification_pb2.GetInfoRequest, context: Any
     ) -> verification_pb2.GetInfoResponse:
+        self.peer_certificates += context.auth_context().get("x509_pem_cert", [])
         return verification_pb2.GetInfoResponse(
             model="fake",
             max_context=self.max_context,

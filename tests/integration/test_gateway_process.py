@@ -97,7 +97,7 @@ async def test_it_serves_measures_and_ends_at_sigterm(tmp_path: Path) -> None:
             while len(generation.token_ids) < 5:
                 await anext(generation)
             gateway.send_signal(signal.SIGTERM)
-            await asyncio.wait_for(until(address, SERVICE, "NOT_SERVING"), 5)
+            await asyncio.wait_for(until(address, SERVICE, "UNAVAILABLE"), 5)
             assert gateway.returncode is None
             generation.cancel()
             _, stderr = await asyncio.wait_for(gateway.communicate(), 5)
@@ -161,6 +161,7 @@ async def test_a_stream_survives_sigkill_of_the_verifiers_process(tmp_path: Path
             await verifier.wait()
         async with process(*fake, "0"):
             await asyncio.wait_for(generation.result(), 20)
+            await asyncio.wait_for(until(address, SERVICE, "SERVING"), 5)
             again = client.generate("hello", max_tokens=30, seed=4)
             await again.result()
             assert generation.token_ids == again.token_ids

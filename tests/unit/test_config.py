@@ -126,3 +126,46 @@ def test_the_command_lines_ranks_take_the_files_place(folder: Path) -> None:
     assert with_ranks(config, None, None) == config
     with pytest.raises(StartupError, match=r"--ep, --tp: .*1 or ep, which is 8; is 2"):
         with_ranks(config, 8, None)
+
+
+TLS = {"certificate": "tls/tls.crt", "key": "tls/tls.key"}
+
+
+def test_links_to_certificates_are_kept(folder: Path) -> None:
+    """A mounted Secret is links, which lead elsewhere when it is replaced. It need not be there when a config loads."""
+    (folder / "tls").symlink_to("2026-11-30")
+    data = {"target": "target", "gateway": {"tls": TLS, "health_listen": "127.0.0.1:1"}}
+    tls = load_config(write(folder, data)).gateway.tls
+    assert tls
+    assert (tls.certificate, tls.key) == (folder / "tls/tls.crt", folder / "tls/tls.key")
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"gateway": {"tls": TLS}}, ["gateway", "health_listen"]),
+        ({"verifier": {"tls": {**TLS, "ca": "x"}, "health_listen": "a:1"}}, ["verifier.tls.ca", "unknown key"]),
+        ({"gateway": {"verifier_tls": {"certificate": "x"}}}, ["gateway.verifier_tls.ca", "required"]),
+        ({"drafter": {"verifier_tls": {"ca": "x", "key": "y"}}}, ["drafter.verifier_tls", "both"]),
+        ({"drafter": {"tls": TLS}}, ["drafter.tls", "unknown key"]),
+    ],
+)
+def test_half_a_tls_section_is_refused(folder: Path, section: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(StartupError) as caught:
+        load_config(write(folder, {"target": "target", **section}))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_later_files_add_keys_and_replace_them_at_any_depth(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    first = write(folder, {"target": "target", "verifier": {"kv_blocks": 7, "parallel": {"ep": 2}}})
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    second = write(elsewhere, {"verifier": {"kv_blocks": 9}, "drafter": {"draft_source": "ngram"}})
+    config = load_config(first, second)
+    assert (config.verifier.kv_blocks, config.verifier.parallel.ep) == (9, 2)
+    assert config.drafter.draft_source == "ngram"
+    assert config.target == folder / "target"
+    wrong = write(elsewhere, {"verifier": {"kv_block": 9}})
+    with pytest.raises(StartupError, match=f"{first} \\+ {wrong}: verifier.kv_block: unknown key"):
+        load_config(first, wrong)

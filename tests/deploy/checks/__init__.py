@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.deploy.checks import configs, network, pods, policies, scaling, schemas
+from tests.deploy.checks import configs, network, pods, policies, scaling, schemas, tls
 from tests.deploy.manifests import Object
 
 Check = Callable[[list[Object]], list[str]]
@@ -30,6 +30,10 @@ CHECKS: list[Check] = [
     policies.policies_are_the_call_graph,
     network.sessions_stick,
     network.routes_stream,
+    tls.tls_is_of_both_ends,
+    tls.certificates_are_mounted,
+    tls.certificates_are_signed,
+    tls.proxies_know_of_tls,
     scaling.disruption_budgets_allow_one,
     scaling.autoscalers_own_replicas,
     scaling.pods_of_a_rollout_spread,

@@ -20,7 +20,7 @@ from tests.deploy.manifests import (
     Object,
     Workload,
     config_of,
-    config_text,
+    config_texts,
     mount_of,
     tandem_workloads,
 )
@@ -61,11 +61,11 @@ def commands_parse(objects: list[Object]) -> list[str]:
             with contextlib.redirect_stderr(said):
                 if (torchrun := _torchrun(w)) is not None:
                     arguments = ["-m", torchrun.training_script, *torchrun.training_script_args]
-                read = _config_that_is_read(w.module, tuple(arguments[2:]))
+                read = _configs_that_are_read(w.module, tuple(arguments[2:]))
         except SystemExit:
             problems.append(f"{w.name}: {said.getvalue().strip().splitlines()[-1]}")
             continue
-        if arguments[1] != w.module or not mount_of(w, read):
+        if arguments[1] != w.module or not all(mount_of(w, path) for path in read):
             problems.append(f"{w.name}: runs {arguments[1]} with {read}")
     return problems
 
@@ -151,8 +151,8 @@ def models_are_mounted(objects: list[Object]) -> list[str]:
     problems = []
     texts = set()
     for w in tandem_workloads(objects):
-        text = config_text(objects, w)
-        texts.add(text)
+        text, *_ = config_texts(objects, w)
+        texts.add(config_texts(objects, w))
         for key in ("target", "draft_model"):
             folder = yaml.safe_load(text)[key]
             _, volume = mount_of(w, folder) or ({}, {})
@@ -181,14 +181,14 @@ def _torchrun(w: Workload) -> argparse.Namespace | None:
 
 
 @functools.cache
-def _config_that_is_read(module: str, arguments: tuple[str, ...]) -> str:
-    """The file that the service's `__main__` reads, given these. SystemExit if its parser refuses them."""
+def _configs_that_are_read(module: str, arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """The files that the service's `__main__` reads, given these. SystemExit if its parser refuses them."""
 
     class Read(Exception):
         pass
 
-    def read(path: Path) -> StackConfig:
-        raise Read(str(path))
+    def read(*paths: Path) -> StackConfig:
+        raise Read(*map(str, paths))
 
     with (
         mock.patch.object(sys, "argv", [module, *arguments]),
@@ -197,8 +197,8 @@ def _config_that_is_read(module: str, arguments: tuple[str, ...]) -> str:
     ):
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except Read as file:
-            return str(file)
+        except Read as files:
+            return files.args
     raise AssertionError(f"{module} read no config")
 
 

@@ -21,14 +21,18 @@ def ports_are_listened_on(objects: list[Object]) -> list[str]:
         ports = ports_of(w)
         if w.serves:
             section = getattr(config_of(objects, w), MODULES[w.module or ""])
-            listens = {"grpc": _port(section.listen), "metrics": _port(section.metrics_listen or ":0")}
+            addresses = {"grpc": section.listen, "metrics": section.metrics_listen or ":0"}
+            if health := getattr(section, "health_listen", None):
+                addresses["health"] = health
+            listens = {name: _port(address) for name, address in addresses.items()}
             if ports != listens:
                 problems.append(f"{w.name}: ports {ports}, the config listens on {listens}")
-            if not section.listen.startswith("0.0.0.0:") or not str(section.metrics_listen).startswith("0.0.0.0:"):
+            if not all(address.startswith("0.0.0.0:") for address in addresses.values()):
                 problems.append(f"{w.name}: does not listen on all addresses")
         for key in ("startupProbe", "readinessProbe", "livenessProbe"):
             asked = w.container.get(key, {}).get("grpc", {}).get("port")
-            if asked is not None and asked != ports.get("grpc"):
+            # Probes speak no TLS: where it is on, health has a port of its own.
+            if asked is not None and asked != ports.get("health", ports.get("grpc")):
                 problems.append(f"{w.name}: {key} asks port {asked}")
     for service in of_kind(objects, "Service"):
         for w in _behind(objects, service):

@@ -27,6 +27,10 @@ def command_word(container: Object, old: str, new: str) -> None:
 
 
 def config(objects: list[Object], old: str, new: str) -> None:
-    (data,) = (o["data"] for o in objects if o["kind"] == "ConfigMap")
-    assert old in data["tandem.yaml"]
-    data["tandem.yaml"] = data["tandem.yaml"].replace(old, new)
+    config_file(objects, "tandem.yaml", old, new)
+
+
+def config_file(objects: list[Object], file: str, old: str, new: str) -> None:
+    (data,) = (o["data"] for o in objects if o["kind"] == "ConfigMap" and file in o["data"])
+    assert old in data[file]
+    data[file] = data[file].replace(old, new)

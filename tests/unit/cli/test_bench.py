@@ -185,6 +185,14 @@ def test_a_pass_without_a_single_answer_ends_the_bench_with_the_reason(gateway: 
         (["--json", "/nowhere/bench.json"], "--json /nowhere/bench.json"),
         (["--address", "a:1", "--config", "b.yaml"], "exclude each other"),
         (["--config", "no-such.yaml"], "config no-such.yaml: No such file"),
+        (["--profile"], "--profile needs --config"),
+        (["--profile", "--config", "no-such.yaml"], "config no-such.yaml: No such file"),
+        (["--against", "llama.cpp"], "--against needs --config"),
+        (["--against", "vllm", "--config", "no-such.yaml"], "--against: 'vllm' is none of"),
+        (["--against", "dflash", "--config", "no-such.yaml"], "config no-such.yaml: No such file"),
+        (["--against", "dflash", "--config", "b.yaml", "--concurrency", "4"], "one request at a time"),
+        (["--against", "dflash", "--config", "b.yaml", "--temperature", "1"], "measured greedily"),
+        (["--against", "dflash", "--config", "b.yaml", "--profile"], "exclude each other"),
     ],
 )
 def test_wrong_options_are_named_before_anything_runs(options: list[str], told: str) -> None:

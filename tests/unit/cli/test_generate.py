@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -127,3 +128,11 @@ def test_help_loads_no_grpc() -> None:
         "sys.exit('grpc' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 0
+
+
+def test_wrong_tls_files_are_named(gateway: FakeGateway, tmp_path: Path) -> None:
+    assert ask(gateway, "hello", "--tls-cert", "x", "--tls-key", "y").exit_code == 2
+    result = ask(gateway, "hello", "--tls-ca", str(tmp_path / "ca.crt"))
+    assert result.exit_code == 2
+    assert "--tls.ca" in result.stderr
+    assert "No such file" in result.stderr
