@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tandem.checkpoints.gguf_blocks import FORMS, GROUP, METHOD, BlockWeight, Form
 from tandem.checkpoints.model_json import read_json, text_config
 from tandem.errors import StartupError
 
@@ -34,6 +35,7 @@ class CheckpointFolder:
         self._handles: dict[Path, Any] = {}
         self._mapped = 0
         self._files = self._locate()
+        self._blocks = self._find_blocks()
         self._read: set[str] = set()
         self._skipped: set[str] = set()
 
@@ -44,6 +46,13 @@ class CheckpointFolder:
     def text_config(self) -> dict[str, Any]:
         """The language model's configuration: a multimodal wrapper nests it, otherwise it is the whole."""
         return text_config(self.config)
+
+    @property
+    def quantization(self) -> str | None:
+        """How weights are quantised, by quantization_config's quant_method."""
+        config = self.config.get("quantization_config") or self.text_config.get("quantization_config") or {}
+        method: str | None = config.get("quant_method")
+        return method
 
     @property
     def text_prefix(self) -> str:
@@ -60,8 +69,45 @@ class CheckpointFolder:
     ) -> torch.Tensor:
         """Only `part` of dimension `dim`, as stored, of a tensor of the whole shape `shape` and one of `kinds`.
 
-        What is returned lies in the mapped file: copy it, it keeps the file open.
+        What is returned lies in the mapped file: copy it, it keeps the file open. A weight in a GGUF's blocks is
+        dequantised to bf16, which makes it a tensor like any other.
         """
+        if name in self._blocks and "BF16" in kinds:
+            return self._dequantised(name, shape, dim, part)
+        return self._stored(name, shape, kinds, dim, part)
+
+    def blocks(self, name: str, shape: tuple[int, int]) -> BlockWeight | None:
+        """A weight that is stored in a GGUF's blocks, as part() returns tensors; None if it is not."""
+        form = self._blocks.get(name)
+        if form is None:
+            return None
+        out, groups = shape[0], (shape[0], shape[1] // GROUP)
+        values = (out, shape[1] // 2) if form == "q4" else shape
+        weight = BlockWeight(
+            form,
+            self._stored(f"{name}_{form}", values, ("U8",) if form == "q4" else ("I8",)),
+            self._stored(f"{name}_scale", groups, ("F16",)),
+            self._stored(f"{name}_min", groups, ("F16",)) if form == "q4" else None,
+        )
+        self._read.add(name)
+        return weight
+
+    def _dequantised(self, name: str, shape: tuple[int, ...], dim: int, part: range | None) -> torch.Tensor:
+        out, columns = shape
+        weight = self.blocks(name, (out, columns))
+        assert weight
+        wanted = part or range(shape[dim])
+        if dim == 0:
+            rows = slice(wanted.start, wanted.stop)
+            cut = [None if t is None else t[rows] for t in (weight.values, weight.scales, weight.minima)]
+            assert cut[0] is not None
+            assert cut[1] is not None
+            return BlockWeight(weight.form, cut[0], cut[1], cut[2]).dense().bfloat16()
+        return weight.dense()[:, wanted.start : wanted.stop].bfloat16()
+
+    def _stored(
+        self, name: str, shape: tuple[int, ...], kinds: Sequence[str], dim: int = 0, part: range | None = None
+    ) -> torch.Tensor:
         view = self._slice(name)
         whole, kind = tuple(view.get_shape()), view.get_dtype()
         if whole != shape:
@@ -81,7 +127,9 @@ class CheckpointFolder:
         return tensor
 
     def kind(self, name: str) -> str:
-        """The type the tensor is stored in, as safetensors names it: BF16, F8_E4M3, ..."""
+        """The type that part() gives the tensor in, as safetensors names it: BF16, F8_E4M3, ..."""
+        if name in self._blocks:
+            return "BF16"
         kind: str = self._slice(name).get_dtype()
         return kind
 
@@ -99,6 +147,7 @@ class CheckpointFolder:
     def check_all_read(self, ignore_suffixes: tuple[str, ...] = ()) -> None:
         """StartupError if the folder holds a tensor that nothing asked for."""
         left = set(self._files) - self._read - self._skipped
+        left -= {n for n in left if n.rpartition("_")[0] in self._blocks}
         extra = sorted(n for n in left if not n.endswith(ignore_suffixes) and not self._has_skipped_prefix(n))
         if extra:
             raise StartupError(f"{self._files[extra[0]]}: unexpected tensor {extra[0]} ({len(extra)} in all)")
@@ -123,6 +172,18 @@ class CheckpointFolder:
         if packed in self._files:
             return StartupError(f"{self._files[packed]}: tensor {packed} is quantised; supported here: {name}")
         return StartupError(f"{self.path}: tensor {name} is missing")
+
+    def _find_blocks(self) -> dict[str, Form]:
+        """Weights in a GGUF's blocks, by the name of the whole; they stand among the files by that name as well."""
+        if self.quantization != METHOD:
+            return {}
+        found: dict[str, Form] = {}
+        for name in list(self._files):
+            for form in FORMS:
+                if name.endswith(f".weight_{form}"):
+                    found[whole := name.removesuffix(f"_{form}")] = form
+                    self._files[whole] = self._files[name]
+        return found
 
     def _locate(self) -> dict[str, Path]:
         index = self.path / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Converts a Llama in a GGUF file (quantised or not) to a Hugging Face folder with bf16 weights.
+"""Converts a Llama in a GGUF file (quantised or not) to a Hugging Face folder, with bf16 weights or its own blocks.
 
 Layout of GGUF tensors and metadata: the GGUF specification and llama.cpp's converter, which stores the rows of q and k
 of a head pairwise interleaved (rotary pairs side by side); Hugging Face keeps the halves apart.
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tandem.checkpoints.gguf_blocks import GROUP, METHOD, BlockWeight
 from tandem.checkpoints.gguf_tokenizer import build_tokenizer, special_token_ids, tokenizer_config
 from tandem.errors import StartupError
 
@@ -41,6 +42,8 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_ROTATED = ("q_proj.weight", "k_proj.weight")
+_BLOCK_TYPES = {getattr(gguf.GGMLQuantizationType, name) for name in ("Q4_0", "Q4_1", "Q8_0")}
 
 
 def is_prepared(folder: Path) -> bool:
@@ -49,9 +52,17 @@ def is_prepared(folder: Path) -> bool:
 
 
 def convert(
-    source: Path, output: Path, sampling: dict[str, Any] | None, extra_files: dict[str, str], progress: Progress
+    source: Path,
+    output: Path,
+    sampling: dict[str, Any] | None,
+    extra_files: dict[str, str],
+    progress: Progress,
+    keep_blocks: bool = False,
 ) -> None:
     """Write `source` as a Hugging Face folder to `output`, which appears whole or not at all.
+
+    keep_blocks: weights in Q4_0, Q4_1 and Q8_0 keep their blocks (gguf_blocks) and so their exact values; others, and
+    all without it, are rounded to bf16.
 
     `sampling` goes into generation_config.json beside the special ids; `extra_files` maps further file names to texts.
     StartupError names the file and the key or tensor that is wrong, missing or not supported.
@@ -72,7 +83,9 @@ def convert(
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:
-        weights = _weights(reader, config, str(source), progress)
+        weights = _weights(reader, config, str(source), progress, keep_blocks)
+        if keep_blocks:
+            config["quantization_config"] = {"quant_method": METHOD, "group_size": GROUP}
         progress("writing model.safetensors", len(weights), len(weights))
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(partial / "tokenizer.json"))
@@ -147,33 +160,66 @@ def _model_config(metadata: dict[str, Any], tensor_names: list[str], source: str
 
 
 def _weights(
-    reader: gguf.GGUFReader, config: dict[str, Any], source: str, progress: Progress
+    reader: gguf.GGUFReader, config: dict[str, Any], source: str, progress: Progress, keep_blocks: bool
 ) -> dict[str, torch.Tensor]:
-    """Every tensor in bf16 under its Hugging Face name, checked against the shapes that `config` means."""
+    """Every tensor under its Hugging Face name, checked against the shapes that `config` means."""
     expected = llama_shapes(config)
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
+    found = set()
     for done, tensor in enumerate(reader.tensors):
         progress(f"dequantising {tensor.name}", done, len(reader.tensors))
         name = _hf_name(tensor.name)
         if name not in expected:
             raise StartupError(f"{source}: tensor {tensor.name} is not supported")
+        found.add(name)
+        if keep_blocks and tensor.tensor_type in _BLOCK_TYPES:
+            weights |= _blocks(tensor, name, expected[name], config["head_dim"], source)
+            continue
         try:
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         except NotImplementedError:
             raise StartupError(
                 f"{source}: tensor {tensor.name} has type {tensor.tensor_type.name}, which cannot be dequantised"
             ) from None
-        if values.shape != expected[name]:
-            raise StartupError(
-                f"{source}: tensor {tensor.name} has shape {list(values.shape)}, the metadata means "
-                f"{list(expected[name])}"
-            )
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
+        _check_shape(values.shape, expected[name], tensor.name, source)
+        if name.endswith(_ROTATED):
             values = _halves_apart(values, config["head_dim"])
         weights[name] = torch.from_numpy(np.array(values, dtype=np.float32)).to(torch.bfloat16)
-    if missing := sorted(expected.keys() - weights.keys()):
+    if missing := sorted(expected.keys() - found):
         raise StartupError(f"{source}: tensor {missing[0]} is missing ({len(missing)} in all)")
     return weights
+
+
+def _blocks(
+    tensor: gguf.ReaderTensor, name: str, shape: tuple[int, ...], head_dim: int, source: str
+) -> dict[str, torch.Tensor]:
+    """The tensor's blocks, taken apart. A block is [scale, minimum of Q4_1, quantised], scale and minimum in fp16."""
+    rows, size = tensor.data.shape[0], gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    blocks = np.ascontiguousarray(tensor.data).reshape(rows, -1, size)
+    _check_shape((rows, blocks.shape[1] * GROUP), shape, tensor.name, source)
+    scales = blocks[..., :2].copy().view(np.float16)[..., 0]
+    minima = None
+    head = 2
+    if tensor.tensor_type == gguf.GGMLQuantizationType.Q4_1:
+        minima, head = blocks[..., 2:4].copy().view(np.float16)[..., 0], 4
+    elif tensor.tensor_type == gguf.GGMLQuantizationType.Q4_0:
+        minima = scales * np.float16(-8)
+        if not np.array_equal(minima.astype(np.float32), scales.astype(np.float32) * -8):
+            raise StartupError(f"{source}: tensor {tensor.name} has a scale beyond what fp16 holds 8 times")
+    values = blocks[..., head:].reshape(rows, -1)
+    eight_bits = tensor.tensor_type == gguf.GGMLQuantizationType.Q8_0
+    parts = [values.view(np.int8) if eight_bits else values, scales, minima]
+    if name.endswith(_ROTATED):
+        parts = [None if part is None else _halves_apart(part, head_dim) for part in parts]
+    tensors = [None if part is None else torch.from_numpy(np.ascontiguousarray(part)) for part in parts]
+    assert tensors[0] is not None
+    assert tensors[1] is not None
+    return BlockWeight("q8" if eight_bits else "q4", tensors[0], tensors[1], tensors[2]).tensors(name)
+
+
+def _check_shape(shape: tuple[int, ...], expected: tuple[int, ...], name: str, source: str) -> None:
+    if tuple(shape) != expected:
+        raise StartupError(f"{source}: tensor {name} has shape {list(shape)}, the metadata means {list(expected)}")
 
 
 def _hf_name(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tandem.checkpoints.folder import FLOATS, INTEGERS, CheckpointFolder
+from tandem.checkpoints.gguf_blocks import METHOD as GGUF_BLOCKS
 from tandem.errors import StartupError
 from tandem.layers.fp8_linear import BLOCK, Fp8Linear
 from tandem.layers.int4_linear import GROUP, Int4Linear
@@ -78,7 +79,8 @@ def _up(size: int, step: int) -> int:
 
 
 def quantization_method(folder: CheckpointFolder) -> str | None:
-    """FP8, INT4 or None, from quantization_config of config.json, at the top level or in text_config.
+    """FP8, INT4 or None, from quantization_config of config.json, at the top level or in text_config. A GGUF's blocks
+    are None: the folder gives them out as plain tensors.
 
     StartupError naming the key, its value and what is supported for any other scheme.
     """
@@ -90,8 +92,10 @@ def quantization_method(folder: CheckpointFolder) -> str | None:
     return found
 
 
-def _method(config: dict[str, Any], where: str) -> str:
-    _allow(where, config, "quant_method", FP8, INT4)
+def _method(config: dict[str, Any], where: str) -> str | None:
+    _allow(where, config, "quant_method", FP8, INT4, GGUF_BLOCKS)
+    if config["quant_method"] == GGUF_BLOCKS:
+        return None
     if config["quant_method"] == FP8:
         _allow(where, config, "fmt", "e4m3", None)
         _allow(where, config, "weight_block_size", [BLOCK, BLOCK])

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tandem.checkpoints.folder import FLOATS, INTEGERS, CheckpointFolder
+from tandem.checkpoints.gguf_blocks import BlockWeight
 from tandem.checkpoints.quantized import FP8, INT4, fp8_linear, int4_linear, quantization_method
 from tandem.checkpoints.shard import WHOLE, Shard
 from tandem.errors import StartupError
@@ -75,6 +76,13 @@ class WeightReader:
         names = [(name, shape[0])]
         quantized = self._quantized(names, shape[1], shard, dim)
         return quantized.dense(self._dtype) if quantized else self._dense(names, shape[1], shard, dim)
+
+    def blocks(self, name: str, shape: tuple[int, int]) -> BlockWeight | None:
+        """A whole weight that is stored in a GGUF's blocks, in them; None if it is not."""
+        weight = self._folder.blocks(self._prefix + name, shape)
+        if weight:
+            self._report(name, weight.nbytes)
+        return weight
 
     def skip(self, *names: str) -> None:
         """Tensors that are another rank's or not used: names, or prefixes that end in a dot. None needs to be there."""

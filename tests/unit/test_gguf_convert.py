@@ -137,8 +137,8 @@ def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     return {name: w for name, w in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
 
-def run_convert(source: Path, output: Path, sampling: dict[str, Any] | None = None) -> None:
-    convert(source, output, sampling, {"README.md": "about"}, lambda what, done, total: None)
+def run_convert(source: Path, output: Path, sampling: dict[str, Any] | None = None, keep_blocks: bool = False) -> None:
+    convert(source, output, sampling, {"README.md": "about"}, lambda what, done, total: None, keep_blocks)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """From a checkpoint folder to a target, or to one rank's part of it."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -15,11 +17,14 @@ from verifier_service.models.gqa import GroupedQueryAttention
 from verifier_service.models.mla import MultiHeadLatentAttention
 from verifier_service.models.mlp import Mlp
 from verifier_service.models.moe import MixtureOfExperts
+from verifier_service.models.native_decoder import NativeDecoder, load_native, why_not_native
 from verifier_service.models.target_config import PROJECTIONS, LatentAttention, Mixture, TargetConfig
 from verifier_service.parallel.ranks import ALONE, OneRank, Parallel
 
 Placement = Mapping[int, Sequence[Sequence[int]]]
 """Per layer the ids of the experts that each rank holds; layers it lacks are split evenly in order of ids."""
+
+logger = logging.getLogger(__name__)
 
 _NOT_TEXT = ("vision_tower.", "mm_projector.")
 
@@ -32,7 +37,7 @@ def load_model(
     placement: Placement | None = None,
     progress: Callable[[str, int], None] | None = None,
 ) -> DecoderModel:
-    """progress: told name and bytes of each part that is read.
+    """The target in torch, on any device. progress: told name and bytes of each part that is read.
 
     StartupError names the file and the key or tensor that is missing, left over, of another shape or not supported, or
     what cannot be split over the ranks.
@@ -52,6 +57,28 @@ def load_model(
     rope = rope_table(config.rope, config.attention.rope_dim, config.max_positions, dtype, in_pairs)
     ranks = parallel.ranks if parallel.attention.count > 1 else OneRank()
     return DecoderModel(config, embedding, layers, norm, head, ranks, rope.to(device))
+
+
+def load_cpu_model(
+    folder: CheckpointFolder,
+    dtype: torch.dtype,
+    kernels: Literal["auto", "native"],
+    parallel: Parallel = ALONE,
+    placement: Placement | None = None,
+    progress: Callable[[str, int], None] | None = None,
+) -> DecoderModel | NativeDecoder:
+    """As load_model on a CPU, on the native path if the target and the machine allow it, with as many threads as torch
+    has. Otherwise auto takes torch, and the log says why; native is a StartupError."""
+    config = read_config(folder)
+    reason = why_not_native(config, folder, dtype, parallel)
+    if reason is None:
+        logger.info("the target runs on the CPU's native path")
+        reader = WeightReader(folder, dtype, torch.device("cpu"), folder.text_prefix, progress)
+        return load_native(config, folder, reader, torch.get_num_threads())
+    if kernels == "native":
+        raise StartupError(f"verifier.cpu_kernels: native is not possible here: {reason}")
+    logger.info("the target runs in torch, not on the CPU's native path: %s", reason)
+    return load_model(folder, dtype, torch.device("cpu"), parallel, placement, progress)
 
 
 def _layer(

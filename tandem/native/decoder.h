@@ -1,0 +1,72 @@
+// A dense decoder with grouped-query attention: Llama, Qwen3.
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "team.h"
+
+namespace tandem {
+
+struct Shape {
+    int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab;
+    float eps;
+};
+
+struct LayerWeights {
+    const Matrix *q, *k, *v, *o, *gate, *up, *down;
+    const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
+};
+
+struct Step {
+    int32_t rows;
+    const int64_t* token_ids;
+    const int64_t* positions;
+    const int64_t* slots;
+    Tables tables;
+    uint16_t* const* kv;     // per layer, bf16 [slots, 2, kv heads, head_dim]
+    float* hidden;           // out: [rows, hidden]
+    const int32_t* taps;     // layers, any order
+    int32_t tap_count;
+    uint16_t* const* tapped; // out: per tap, bf16 [rows, hidden]
+};
+
+// Seconds that steps spent, by what they were spent on.
+enum Part { kLinears, kAttention, kOther, kHead, kParts };
+
+class Decoder {
+  public:
+    // Weights are not copied and must outlive the decoder. rope: [positions, 2, head_dim / 2] cos, then sin.
+    Decoder(const Shape& shape, const LayerWeights* layers, const Matrix* embedding, const Matrix* head,
+            const float* norm, const float* rope, int threads);
+
+    void forward(const Step& step);
+    // hidden [rows, hidden] as forward left it -> logits [rows, vocab]
+    void logits(const float* hidden, int rows, float* to);
+    const std::array<double, kParts>& seconds() const { return seconds_; }
+
+  private:
+    template <class Task>
+    void phase(Team::Place& place, Part part, int tasks, Task&& task);
+    void layer(Team::Place& place, int index, const Step& step);
+    void normalise(const float* x, const float* weight, int row);
+    void rotate(int row, const LayerWeights& weights, const Step& step, uint16_t* kv);
+    int tasks_of(int blocks) const;
+
+    Shape shape_;
+    HeadShape heads_;
+    std::vector<LayerWeights> layers_;
+    const Matrix *embedding_, *head_;
+    const float *norm_, *rope_;
+    Team team_;
+    AttentionPlan plan_;
+    Activations normed_, attended_, inner_;
+    std::vector<float> qkv_;     // [rows, (heads + 2 kv heads) * dim]
+    std::vector<uint16_t> q_;    // [rows, heads * dim]
+    std::array<double, kParts> seconds_{};
+    double phase_end_ = 0;
+};
+
+}  // namespace tandem

@@ -1,0 +1,223 @@
+"""The native library as Python calls it: handles with a lifetime, tensors by their addresses."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tandem.kernels.step_tables import StepTables
+from tandem.native.build import build
+
+Form = Literal["bf16", "q4", "q8"]
+_FORMS: dict[Form, int] = {"bf16": 0, "q4": 1, "q8": 2}
+GROUP = 32
+BLOCK = 16
+"""What columns and outputs of a matrix must be multiples of."""
+
+_Pointer, _Int = ctypes.c_void_p, ctypes.c_int32
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(n, _Int) for n in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocab")]
+    _fields_ += [("eps", ctypes.c_float)]
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(n, _Pointer) for n in ("q", "k", "v", "o", "gate", "up", "down")]
+    _fields_ += [(n, _Pointer) for n in ("input_norm", "post_norm", "q_norm", "k_norm")]
+
+
+class _Tables(ctypes.Structure):
+    _fields_ = [(n, _Pointer) for n in ("first_rows", "prefixes", "tree_starts", "ancestors", "block_tables")]
+    _fields_ += [(n, _Int) for n in ("sequences", "words", "blocks", "block_tokens")]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [("rows", _Int), ("token_ids", _Pointer), ("positions", _Pointer), ("slots", _Pointer)]
+    _fields_ += [("tables", _Tables), ("kv", _Pointer), ("hidden", _Pointer)]
+    _fields_ += [("taps", _Pointer), ("tap_count", _Int), ("tapped", _Pointer)]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a decoder, as its config says them."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    eps: float
+
+
+@cache
+def load(path: Path | None = None) -> ctypes.CDLL:
+    """The library at `path`, or this machine's. CannotBuild as build's."""
+    library = ctypes.CDLL(str(path or build()))
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "matrix": (_Pointer, [_Int, _Int, _Int, _Pointer, _Pointer, _Pointer]),
+        "matrix_free": (None, [_Pointer]),
+        "matrix_row": (None, [_Pointer, _Int, _Pointer]),
+        "decoder": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
+        "decoder_free": (None, [_Pointer]),
+        "decoder_forward": (None, [_Pointer, _Pointer]),
+        "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
+        "decoder_seconds": (None, [_Pointer, _Pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, f"tandem_{name}")
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+class Matrix:
+    """A weight [out, in] in the layout that products read."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        form: Form,
+        values: torch.Tensor,
+        scales: torch.Tensor | None = None,
+        minima: torch.Tensor | None = None,
+    ):
+        """bf16: values [out, in]. q4: uint8 [out, in / 2], of a group's byte i the low nibble column i, the high one
+        column i + 16. q8: int8 [out, in]. scales, minima: fp16 [out, in / 32]. Everything is copied."""
+        out, columns = values.shape[0], values.shape[1] * (2 if form == "q4" else 1)
+        assert out % BLOCK == 0, out
+        assert columns % GROUP == 0, columns
+        self.form: Form = form
+        self.out, self.columns = out, columns
+        parts = [None if t is None else t.contiguous() for t in (values, scales, minima)]
+        addresses = [None if t is None else t.data_ptr() for t in parts]
+        self.nbytes = sum(t.nbytes for t in parts if t is not None)
+        """Memory it takes."""
+        self._library = library
+        self.handle = library.tandem_matrix(_FORMS[form], out, columns, *addresses)
+
+    def row(self, index: int) -> torch.Tensor:
+        """[in] fp32: the values as products take them."""
+        to = torch.empty(self.columns)
+        self._library.tandem_matrix_row(self.handle, index, to.data_ptr())
+        return to
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "handle", None):
+            self._library.tandem_matrix_free(handle)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """Norms are fp32; those of q and k None where the architecture has none."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+
+
+class Decoder:
+    """All layers as one call. Calls must not overlap."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        sizes: Sizes,
+        layers: Sequence[LayerWeights],
+        embedding: Matrix,
+        head: Matrix,
+        norm: torch.Tensor,
+        rope: torch.Tensor,
+        threads: int,
+    ):
+        """norm: [hidden], rope: [positions, 2, head_dim / 2], cos and sin; fp32."""
+        self.sizes = sizes
+        self._library = library
+        self._kept = (list(layers), embedding, head, norm, rope)
+        shape = _Shape(**vars(sizes))
+        table = (_Layer * len(layers))(*(_Layer(*map(_address, vars(layer).values())) for layer in layers))
+        self._handle = library.tandem_decoder(
+            ctypes.byref(shape), table, embedding.handle, head.handle, norm.data_ptr(), rope.data_ptr(), threads
+        )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        tables: StepTables,
+        kv: Sequence[torch.Tensor],
+        tap_layers: Sequence[int],
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """token_ids, positions, slots: [rows] int64. kv: per layer bf16 [blocks, block_tokens, 2, kv heads, head_dim].
+
+        Returns the residual stream in fp32 [rows, hidden] and, in bf16, after each layer of tap_layers.
+        """
+        rows, hidden = len(token_ids), self.sizes.hidden
+        out = torch.empty(rows, hidden)
+        tapped = [torch.empty(rows, hidden, dtype=torch.bfloat16) for _ in tap_layers]
+        # Locals, so that they live as long as the call.
+        pools, layers, outputs = _addresses(kv), (_Int * len(tap_layers))(*tap_layers), _addresses(tapped)
+        step = _Step(
+            rows,
+            token_ids.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            _Tables(
+                tables.first_rows.data_ptr(),
+                tables.prefixes.data_ptr(),
+                tables.tree_starts.data_ptr(),
+                tables.ancestors.data_ptr(),
+                tables.block_tables.data_ptr(),
+                len(tables.tree_starts),
+                tables.ancestors.shape[1],
+                tables.block_tables.shape[1],
+                kv[0].shape[1],
+            ),
+            ctypes.addressof(pools),
+            out.data_ptr(),
+            ctypes.addressof(layers),
+            len(tap_layers),
+            ctypes.addressof(outputs),
+        )
+        self._library.tandem_decoder_forward(self._handle, ctypes.byref(step))
+        return out, tapped
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden: [rows, hidden], fp32, as forward returned it. Returns [rows, vocab] fp32."""
+        out = torch.empty(len(hidden), self.sizes.vocab)
+        self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+    def seconds(self) -> dict[str, float]:
+        """Since the start, by what they were spent on: linears, attention, other, head."""
+        values = (ctypes.c_double * 4)()
+        self._library.tandem_decoder_seconds(self._handle, values)
+        return dict(zip(("linears", "attention", "other", "head"), values, strict=True))
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.tandem_decoder_free(handle)
+
+
+def _address(part: Matrix | torch.Tensor | None) -> int | None:
+    if part is None:
+        return None
+    return part.handle if isinstance(part, Matrix) else part.data_ptr()
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> Any:
+    return (_Pointer * len(tensors))(*(t.data_ptr() for t in tensors))

@@ -1,0 +1,75 @@
+// Matrices in the layout products read them in, and the rows they are multiplied with.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace tandem {
+
+constexpr int kGroup = 32;  // columns that share a scale
+constexpr int kBlock = 16;  // outputs that lie together, one per lane
+
+enum class Form : int32_t {
+    bf16 = 0,
+    q4 = 1,  // nibble * scale + minimum, both fp16, per group
+    q8 = 2,  // signed byte * scale, fp16, per group
+};
+
+// W [out, in], blocks of 16 outputs one after another; in a block columns follow each other in the products' order.
+// bf16: per two columns 16 x 2 values. q4: per group 256 bytes of nibbles, 16 scales, 16 minima. q8: per group 512 bytes,
+// 128 above their value, 16 scales.
+class Matrix {
+  public:
+    // values: bf16 [out, in]; q4 [out, in / 2], in a group's byte i the columns i (low) and i + 16; q8 [out, in].
+    // scales, minima: fp16 [out, in / 32]. out must be a multiple of 16, in of 32. Everything is copied.
+    Matrix(Form form, int out, int in, const void* values, const uint16_t* scales, const uint16_t* minima);
+    ~Matrix();
+    Matrix(const Matrix&) = delete;
+
+    Form form() const { return form_; }
+    int out() const { return out_; }
+    int in() const { return in_; }
+    int blocks() const { return out_ / kBlock; }
+    size_t bytes() const { return block_bytes_ * (size_t)blocks(); }
+    const uint8_t* block(int i) const { return data_ + (size_t)i * block_bytes_; }
+
+    // Row `index` of W in fp32: [in].
+    void row(int index, float* to) const;
+
+  private:
+    Form form_;
+    int out_, in_;
+    size_t block_bytes_;
+    uint8_t* data_;
+};
+
+// Rows on their way into a product, in the forms that its matrices need.
+class Activations {
+  public:
+    void need(Form form) { (form == Form::bf16 ? bf16_ : int8_) = true; }
+    // Room for so many rows of so many columns; what was there is lost.
+    void resize(int rows, int columns);
+    // Columns [first, first + count) of a row; first and count are multiples of 32.
+    void set(int row, int first, int count, const float* values);
+
+    const uint16_t* bf16(int row) const { return bf16_values_.data() + (size_t)row * columns_; }
+    const int8_t* int8(int row) const { return int8_values_.data() + (size_t)row * columns_; }
+    // Per group the scale and the sum of the int8 values.
+    const float* scales(int row) const { return scales_.data() + (size_t)row * (columns_ / kGroup); }
+    const float* sums(int row) const { return sums_.data() + (size_t)row * (columns_ / kGroup); }
+
+  private:
+    bool bf16_ = false, int8_ = false;
+    int columns_ = 0;
+    std::vector<uint16_t> bf16_values_;
+    std::vector<int8_t> int8_values_;
+    std::vector<float> scales_, sums_;
+};
+
+// y[row, 16 * block + lane] = x W^T for blocks [first, first + count), or += it. y's rows are `stride` floats apart and
+// begin with block `first`. A row's bits do not depend on rows, first and count: each output is summed over its columns
+// in ascending order.
+void multiply(const Matrix& w, int first, int count, const Activations& x, int rows, float* y, size_t stride, bool add);
+
+}  // namespace tandem
