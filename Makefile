@@ -1,9 +1,12 @@
 # `make demo` and `make test` set up everything they need in .venv and models/.
 PY ?= python3
+# Of every editable installation, and of no use here.
+export PYTHONWARNINGS := ignore:Editable installation
 VENV := .venv
 BIN := $(VENV)/bin
 TARGET := models/smollm2-135m-instruct
-# The same, upcycled to a mixture of experts.
+# The same with the GGUF's own 4-bit weights, and upcycled to a mixture of experts.
+FOUR_BITS := $(TARGET)-4bit
 MIXTURE := $(TARGET)-8x
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 # What `make figures` draws. Several bench files, of different --max-draft-nodes, give acceptance against budget.
@@ -11,8 +14,8 @@ BENCHES ?= bench.json
 VERIFY_COST ?= bench-verify-cost.json
 SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
-.PHONY: setup model demo demo-ep8 lossless test test-fast lint types protos check-protos bench verify-cost figures \
-  deploy-test images observe-test metrics-doc clean
+.PHONY: setup model model-4bit demo demo-ep8 peers lossless test test-fast lint types protos check-protos bench verify-cost \
+  figures deploy-test images observe-test metrics-doc dashboard-test clean
 
 setup: $(VENV)/.installed
 model: $(TARGET)/config.json
@@ -28,6 +31,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(TARGET)/config.json: | setup
 	$(BIN)/tandem models prepare --output $(TARGET)
 
+$(FOUR_BITS)/config.json: | setup
+	$(BIN)/tandem models prepare --weights 4bit --output $(FOUR_BITS)
+
+model-4bit: $(FOUR_BITS)/config.json
+
 demo: setup model
 	$(BIN)/tandem demo --config configs/demo.yaml
 
@@ -36,6 +44,11 @@ $(MIXTURE)/config.json: | model
 
 demo-ep8: setup $(MIXTURE)/config.json
 	$(BIN)/python -m benchmarks.demo_ep8 --config configs/demo-ep8.yaml --dense $(TARGET)
+
+# Beside llama.cpp on the same GGUF; building llama.cpp takes some minutes.
+peers: setup model-4bit
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[peers]'
+	$(BIN)/tandem bench --against llama.cpp --config configs/demo-4bit.yaml --modes off,auto --json bench-peers.json
 
 bench: setup model
 	$(BIN)/tandem bench --config configs/demo.yaml --concurrency 1,2,4,8,16,32 \
@@ -81,7 +94,7 @@ check-protos: setup
 	diff -r -x '__pycache__' -x '__init__.py' build/stubs/tandem/v1 tandem/v1
 
 clean:
-	rm -rf $(VENV) $(TARGET) $(MIXTURE) build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(TARGET) $(FOUR_BITS) $(MIXTURE) build .mypy_cache .ruff_cache .pytest_cache
 
 # The manifests, without a cluster: rendered, validated, compared with the code.
 deploy-test: setup
@@ -106,3 +119,11 @@ observe-test: setup model
 	  { echo "observe-test: install prometheus and prometheus-alertmanager, or run it as root" >&2; exit 1; }; \
 	  apt-get update -q && apt-get install -qy --no-install-recommends prometheus prometheus-alertmanager; }
 	$(BIN)/python -m pytest tests/observe
+
+# The dashboard in Debian's Chromium over the demo stack; draws docs/figures/dashboard.png.
+dashboard-test: setup model
+	{ command -v chromium && command -v chromedriver; } > /dev/null || { test "$$(id -u)" = 0 || \
+	  { echo "dashboard-test: install chromium and chromium-driver, or run it as root" >&2; exit 1; }; \
+	  apt-get update -q && apt-get install -qy --no-install-recommends chromium chromium-driver; }
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest tests/dashboard

@@ -36,11 +36,12 @@ class DistributedRanks:
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See Ranks."""
         flat = x.contiguous().view(-1)
-        parts = [torch.empty_like(flat) for _ in range(self.size)]
+        gathered = flat.new_empty(self.size * flat.numel())
         try:
-            dist.all_gather(parts, flat)
+            dist.all_gather_into_tensor(gathered, flat)
         except RuntimeError as error:
             raise self._abortion or Unavailable(f"verifier: ranks do not reach each other: {error}") from error
+        parts = gathered.view(self.size, -1)
         total = parts[0].float()
         for part in parts[1:]:
             total += part
