@@ -5,13 +5,14 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from gateway.chat_template import Turn
 from gateway.generation import GenerationEnd, Generator, Update
 from gateway.metrics import GatewayMetrics
+from gateway.request_attributes import end_attributes, request_attributes
 from gateway.requests import GenerationRequest, SamplingChoice, StoppingChoice
 from gateway.sessions import SessionBusy, SessionNotFound, Sessions
 from gateway.tokenizer import TargetTokenizer
@@ -22,6 +23,9 @@ from tandem.rpc import to_status
 from tandem.sampling import SamplingParams
 from tandem.speculation_modes import mode_name, mode_number
 from tandem.v1 import generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from tandem.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +41,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         verifier: VerifierClient,
         default_sampling: SamplingParams,
         metrics: GatewayMetrics,
+        tracing: "Tracing | None" = None,
     ):
         self._generator = generator
         self._sessions = sessions
@@ -44,15 +49,27 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._verifier = verifier
         self._default_sampling = default_sampling
         self._metrics = metrics
+        self._tracing = tracing
 
     # Not a generator: grpc would then raise a cancellation outside of it, and only write() here.
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         # A cancellation ends here: the call is over, and during shutdown grpc would log a traceback for it.
         with contextlib.suppress(asyncio.CancelledError):
             async with self._call("Generate", context):
-                await self._generate(request, context)
+                if self._tracing:
+                    await self._generate_traced(self._tracing, request, context)
+                else:
+                    await self._generate(request, context)
 
-    async def _generate(self, request: generation_pb2.GenerateRequest, context: Any) -> None:
+    async def _generate_traced(self, tracing: "Tracing", request: generation_pb2.GenerateRequest, context: Any) -> None:
+        target = self._verifier.target
+        operation = "chat" if request.messages else "text_completion"
+        attributes = request_attributes(operation, target.model if target else "", request)
+        name = f"{operation} {target.model}" if target else operation
+        with tracing.request(context.invocation_metadata(), name, attributes) as span:
+            span.set_attributes(end_attributes(await self._generate(request, context)))
+
+    async def _generate(self, request: generation_pb2.GenerateRequest, context: Any) -> GenerationEnd:
         left = context.time_remaining()
         deadline = None if left is None else time.monotonic() + left
 
@@ -61,7 +78,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
             if response.ByteSize():
                 await context.write(response)
 
-        await send(await self._generator.run(_generation_request(request), deadline, send))
+        last = await self._generator.run(_generation_request(request), deadline, send)
+        await send(last)
+        assert last.end
+        return last.end
 
     async def OpenSession(  # noqa: N802
         self, request: generation_pb2.OpenSessionRequest, context: Any
@@ -115,7 +135,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 ),
                 default_speculation_mode=mode_number(target.default_speculation_mode),
                 speculation_modes=map(mode_number, target.speculation_modes),
-                drafters=await self._verifier.drafters(),
+                drafters=(await self._verifier.load()).drafters,
                 version=__version__,
                 max_draft_nodes=target.max_draft_nodes,
             )

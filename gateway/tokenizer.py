@@ -127,6 +127,12 @@ class TargetTokenizer:
         known = token_id < self.vocab_size
         return (self._spellings[token_id] or "") if known else ""
 
+    def shown_text(self, token_id: int) -> str:
+        """A token alone, for people: of parts of a character U+FFFD, of special tokens their spelling."""
+        if self._byte_level and token_id < self.vocab_size:
+            return self._bytes[token_id].decode("utf-8", "replace")
+        return self.spelling(token_id).replace("▁", " ")
+
     def has_text(self, token_id: int) -> bool:
         """Whether decoding shows the token: not a special one, and one that the tokenizer knows."""
         return token_id < self.vocab_size and token_id not in self._hidden_ids and self._spellings[token_id] is not None

@@ -28,6 +28,8 @@ class TargetInfo:
     default_speculation_mode: str
     max_draft_nodes: int
     """Draft tokens a step verifies per request at most; 0 without speculation."""
+    shows_last_draft: bool
+    """Whether the verifier tells the draft verified last."""
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ class VerifierConfig(_ComputeSection, _TlsServerSection):
     draft_timeout_ms: float = Field(default=200.0, gt=0)
     """A draft later than this is not waited for: the sequence takes a plain step."""
     show_last_draft: bool = False
-    """Tell the tokens of the draft verified last, of any request, to who asks for live figures, such as the dashboard."""
+    """Tell the tokens of the draft verified last, of any request, to who asks for live figures: the dashboard does."""
     overlap_drafting: bool = True
     """Verify some sequences while others are drafted for. False where drafter and verifier share the same cores: a step
     then waits for all drafts, and the two never run at once."""

@@ -1,9 +1,15 @@
 """What the services' Prometheus metrics share: buckets, what every registry has, and the HTTP server."""
 
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server
 
 from tandem import __version__
 from tandem.errors import StartupError
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 STEP_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.012, 0.016, 0.024, 0.032, 0.064, 0.128, 0.5, 2.0)
 """Seconds: one verify step, one draft, one transfer."""
@@ -37,12 +43,24 @@ def new_registry(service: str) -> CollectorRegistry:
     return registry
 
 
-def serve_metrics(listen: str | None, key: str, registry: CollectorRegistry) -> None:
-    """Serve /metrics on its own thread; StartupError naming the config key if the port is taken."""
+def serve_metrics(
+    listen: str | None, key: str, registry: CollectorRegistry, pages: "Mapping[str, WSGIApplication] | None" = None
+) -> None:
+    """Serve /metrics on its own thread; StartupError naming the config key if the port is taken. pages: what else is
+    there, by the first part of the path."""
     if listen is None:
         return
     host, _, port = listen.rpartition(":")
     try:
-        start_http_server(int(port), addr=host, registry=registry)
+        server, _ = start_http_server(int(port), addr=host, registry=registry)
     except OSError as error:
         raise StartupError(f"{key}: cannot listen on {listen}: {error.strerror}") from None
+    if pages:
+        metrics = server.get_app()
+        assert metrics
+
+        def serve(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+            page = environ["PATH_INFO"].lstrip("/").partition("/")[0]
+            return pages.get(page, metrics)(environ, start_response)
+
+        server.set_app(serve)

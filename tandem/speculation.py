@@ -56,6 +56,8 @@ class DraftRequest:
     anchor: int
     max_nodes: int
     shape: DraftShape = DraftShape.BLOCK
+    traceparent: str = ""
+    """Of the trace context that the draft is traced under; empty where it is not."""
 
 
 @dataclass(frozen=True)

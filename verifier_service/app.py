@@ -181,7 +181,8 @@ def build(
         budget=planner.budget,
     )
     experts, sizes = _expert_load(config, part), _step_bytes(part, member.size)
-    engine = Engine(scheduler, runner, drafting, planner, metrics, experts, sizes, runner.buckets, section.show_last_draft)
+    shows = section.show_last_draft
+    engine = Engine(scheduler, runner, drafting, planner, metrics, experts, sizes, runner.buckets, shows)
     metrics.observe_load(engine.load)
 
     info = VerifierInfo(
@@ -195,7 +196,7 @@ def build(
         dtype=section.dtype,
         draft_model_fingerprint=fingerprint(config.draft_model) if config.draft_model else "",
         max_waiting_sequences=section.max_waiting_sequences,
-        shows_last_draft=section.show_last_draft,
+        shows_last_draft=shows,
     )
     if not config.speculates:
         return engine, info, None

@@ -99,7 +99,9 @@ class Drafting:
     def detach(self, drafter: Drafter, sequences: dict[int, Sequence]) -> None:
         """Forget a drafter. The sequences it drafted for stop waiting for it."""
         for sequence_id in self.pool.detach(drafter):
-            sequences[sequence_id].pending = None
+            pending, sequences[sequence_id].pending = sequences[sequence_id].pending, None
+            if pending and pending.span and pending.draft is None:
+                pending.span.end("lost")
 
     def deliver(self, drafter: Drafter, reply: DraftReply, sequences: dict[int, Sequence]) -> None:
         """Attach drafts to their sequences. Those with a stale epoch or base position are dropped.
@@ -120,6 +122,8 @@ class Drafting:
             pending.draft = item.draft.truncated(pending.max_nodes)
             pending.compute_us = reply.compute_us
             self._metrics.round_trip_seconds.observe(now - pending.requested_at)
+            if pending.span:
+                pending.span.end("drafted", len(pending.draft), reply.compute_us)
 
     def gap(
         self, drafter: Drafter, sequence_id: int, epoch: int, held: int, sequences: dict[int, Sequence]
@@ -176,9 +180,12 @@ class Drafting:
         if sequence.uncommitted != 1 or max_nodes < 1 or now < drafter.silent_until:
             return None
         if sequence.pending is None:
-            sequence.pending = PendingDraft(sequence.committed, max_nodes, order.shape, now, primed)
+            spans = sequence.request.spans
+            span = spans.asked() if spans else None
+            sequence.pending = PendingDraft(sequence.committed, max_nodes, order.shape, now, primed, span=span)
+        parent = sequence.pending.span.traceparent if sequence.pending.span else ""
         anchor = sequence.tokens[-1]
-        return DraftRequest(sequence.id, sequence.epoch, sequence.committed, anchor, max_nodes, order.shape)
+        return DraftRequest(sequence.id, sequence.epoch, sequence.committed, anchor, max_nodes, order.shape, parent)
 
     def _send(self, drafter: Drafter, contexts: list[Context], requests: list[DraftRequest]) -> None:
         released, drafter.released = drafter.released, []

@@ -16,7 +16,7 @@ _COLOURS = {"gateway": "cyan", "verifier": "green", "drafter": "magenta"}
 
 def up(config: ConfigArgument, ep: EpOption = None, tp: TpOption = None) -> None:
     """Run gateway, verifier and drafter of CONFIG as child processes until Ctrl-C; shows their logs."""
-    from tandem.cli.parts import Part, check_ports_free, parts_of
+    from tandem.cli.parts import Part, check_ports_free, dialable, parts_of
     from tandem.cli.runner import Interrupted, run
     from tandem.cli.stack import Stack, StackFailed
     from tandem.config import load_config, with_ranks
@@ -31,6 +31,9 @@ def up(config: ConfigArgument, ep: EpOption = None, tp: TpOption = None) -> None
             where = ", ".join(f"{part.name} {part.address}" for part in parts)
             gateway = next(part.address for part in parts if part.name == "gateway")
             console.print(f"[bold green]ready[/]: {where}", soft_wrap=True)
+            if stack_config.gateway.metrics_listen:
+                page = f"http://{dialable(stack_config.gateway.metrics_listen)}/dashboard/"
+                console.print(f"dashboard: {page}", soft_wrap=True)
             console.print(f'try: tandem generate "Why is the sky blue?" --address {gateway}', soft_wrap=True)
             await stack.wait()
 

@@ -219,6 +219,7 @@ class Bench:
         draft_timeout: float = 5.0,
         overlap: bool = True,
         runner: ModelRunner | None = None,
+        keep_last_draft: bool = False,
     ):
         self.registry = CollectorRegistry()
         metrics = VerifierMetrics(self.registry)
@@ -232,7 +233,9 @@ class Bench:
         self.scheduler = Scheduler(
             kv, max_running, max_waiting, max_prefill_rows, draft_timeout, overlap, planner.budget
         )
-        self.engine = Engine(self.scheduler, runner or self.runner, drafting, planner, metrics)
+        self.engine = Engine(
+            self.scheduler, runner or self.runner, drafting, planner, metrics, keep_last_draft=keep_last_draft
+        )
         metrics.observe_load(self.engine.load)
         self._thread = threading.Thread(target=self.engine.run, daemon=True)
         self._thread.start()

@@ -56,6 +56,8 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
         generation_pb2.SPECULATION_MODE_AUTO,
     )
     max_draft_nodes: int = 16
+    shows_last_draft: bool = False
+    load: verification_pb2.GetLoadResponse = field(default_factory=lambda: verification_pb2.GetLoadResponse(drafters=3))
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     """Request ids of calls that the gateway ended."""
@@ -162,12 +164,13 @@ class FakeVerifier(verification_pb2_grpc.VerifierServiceServicer):
             speculation_modes=self.speculation_modes,  # type: ignore[arg-type]
             default_speculation_mode=self.speculation_modes[-1],  # type: ignore[arg-type]
             max_draft_nodes=self.max_draft_nodes,
+            shows_last_draft=self.shows_last_draft,
         )
 
     async def GetLoad(  # noqa: N802
         self, request: verification_pb2.GetLoadRequest, context: Any
     ) -> verification_pb2.GetLoadResponse:
-        return verification_pb2.GetLoadResponse(drafters=3)
+        return self.load
 
     async def Abort(self, request: verification_pb2.AbortRequest, context: Any) -> verification_pb2.AbortResponse:  # noqa: N802
         return verification_pb2.AbortResponse()
