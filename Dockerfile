@@ -11,7 +11,7 @@ COPY pyproject.toml constraints.txt ./
 COPY tools/requirements.py tools/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 tools/requirements.py pyproject.toml worker > worker.txt \
-    && python3 tools/requirements.py pyproject.toml tracing > gateway.txt \
+    && { python3 tools/requirements.py pyproject.toml && python3 tools/requirements.py pyproject.toml tracing; } > gateway.txt \
     && /opt/pip/bin/pip install -c constraints.txt -r gateway.txt
 
 FROM dependencies AS code

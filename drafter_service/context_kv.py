@@ -12,20 +12,23 @@ class ContextKV:
     draft leaves nothing to undo.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
-        self._store = torch.empty((layers, 2, kv_heads, 0, head_dim), dtype=dtype, device=device)
+    def __init__(self, before: tuple[int, ...], behind: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        """before, behind: dimensions of the storage on either side of the positions."""
+        self._before, self._behind = before, behind
+        self._store = torch.empty((*before, 0, *behind), dtype=dtype, device=device)
 
     def reserve(self, positions: int) -> torch.Tensor:
-        """The storage [layers, 2 (keys, values), kv_heads, capacity, head_dim], capacity at least `positions`.
+        """The storage [*before, capacity, *behind], capacity at least `positions`.
 
         Growing doubles it, so appending costs amortised constant time per position. What was written stays.
         """
-        layers, two, kv_heads, capacity, head_dim = self._store.shape
+        axis = len(self._before)
+        held = capacity = self._store.shape[axis]
         if positions > capacity:
             capacity = max(_FIRST_CAPACITY, capacity)
             while capacity < positions:
                 capacity *= 2
-            grown = self._store.new_empty((layers, two, kv_heads, capacity, head_dim))
-            grown[:, :, :, : self._store.shape[3]] = self._store
+            grown = self._store.new_empty((*self._before, capacity, *self._behind))
+            grown.narrow(axis, 0, held).copy_(self._store)
             self._store = grown
         return self._store

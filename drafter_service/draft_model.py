@@ -63,9 +63,8 @@ class DraftModel:
     def new_context(self) -> ContextKV:
         """Room for one sequence's keys and values."""
         config, network = self.config, self._network
-        return ContextKV(
-            config.num_hidden_layers, config.num_key_value_heads, config.head_dim, network.dtype, network.device
-        )
+        before = (config.num_hidden_layers, 2, config.num_key_value_heads)
+        return ContextKV(before, (config.head_dim,), network.dtype, network.device)
 
     def has_room(self, positions: int) -> bool:
         """Whether reserve would succeed for a new context."""

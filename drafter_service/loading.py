@@ -11,7 +11,9 @@ from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from drafter_service.draft_network import DraftNetwork
 from drafter_service.drafter import ServedModel
 from drafter_service.metrics import DrafterMetrics
+from drafter_service.native_draft_model import NativeDraftModel, why_not_native
 from drafter_service.paged_draft_model import PagedDraftModel
+from tandem.checkpoints.draft_config import DraftConfig
 from tandem.config import DrafterConfig
 from tandem.errors import StartupError
 from tandem.torch_setup import pick_device, set_threads
@@ -32,14 +34,19 @@ def load_draft_model(
     int8 = section.quantization == "int8"
     if int8 and device.type != "cpu":
         raise StartupError(f"drafter.quantization: int8 is for CPUs, the device is {device.type}")
-    network = DraftNetwork.load(draft_folder, target_folder, dtype, device, int8)
-    loaded = time.perf_counter()
-    model: DraftModel | PagedDraftModel
+    native = _takes_native(section, DraftConfig.load(draft_folder), dtype, device)
+    network = DraftNetwork.load(draft_folder, target_folder, dtype, device, int8 and not native)
+    model: DraftModel | NativeDraftModel | PagedDraftModel
     graphs = section.graphs
-    if graphs.mode == "on" or (graphs.mode == "auto" and device.type == "cuda"):
+    if native:
+        model = NativeDraftModel(network, int8, torch.get_num_threads())
+        # What is left to torch is small, and its idle threads would spin on the cores that the target's need.
+        torch.set_num_threads(1)
+    elif graphs.mode == "on" or (graphs.mode == "auto" and device.type == "cuda"):
         model = PagedDraftModel(network, metrics, section.kv_blocks, section.kv_block_tokens, graphs.eager_fallback)
     else:
         model = DraftModel(network)
+    loaded = time.perf_counter()
     _warm_up(model)
     logger.info(
         "loaded %s for %s on %s in %.1fs, warmed up in %.1fs",
@@ -50,6 +57,23 @@ def load_draft_model(
         time.perf_counter() - loaded,
     )
     return model
+
+
+def _takes_native(section: DrafterConfig, config: DraftConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    if section.cpu_kernels == "torch":
+        return False
+    reason = f"the device is {device.type}" if device.type != "cpu" else None
+    if section.graphs.mode == "on":
+        reason = reason or "graphs are on"
+    reason = reason or why_not_native(config, dtype)
+    if reason is None:
+        logger.info("the draft model runs on the CPU's native path")
+        return True
+    if section.cpu_kernels == "native":
+        raise StartupError(f"drafter.cpu_kernels: native is not possible here: {reason}")
+    if device.type == "cpu":
+        logger.info("the draft model runs in torch, not on the CPU's native path: %s", reason)
+    return False
 
 
 def _warm_up(model: ServedModel[Any]) -> None:

@@ -262,6 +262,9 @@ class DrafterConfig(_ComputeSection):
     """Longest pause between attempts to reach the verifier."""
     quantization: Literal["none", "int8"] = "none"
     """int8: the draft model multiplies in 8-bit integers, on CPUs several times faster; a little less is accepted."""
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto"
+    """On a CPU: native runs a DFlash draft model in bf16 or int8 in C++ that is compiled here, auto does where that is
+    possible, torch never."""
     graphs: DraftGraphsConfig = DraftGraphsConfig()
     kv_block_tokens: int = Field(default=32, ge=1)
     """Tokens per block of the draft model's context, with graphs."""
@@ -283,6 +286,7 @@ _DFLASH_KEYS = (
     "threads",
     "omp_spin_count",
     "quantization",
+    "cpu_kernels",
     "graphs",
     "kv_block_tokens",
     "kv_blocks",

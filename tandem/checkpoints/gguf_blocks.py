@@ -49,3 +49,12 @@ class BlockWeight:
         """As they are stored. name: of the whole weight, X.weight."""
         parts = {f"{name}_{self.form}": self.values, f"{name}_scale": self.scales}
         return parts if self.minima is None else {**parts, f"{name}_min": self.minima}
+
+
+def round_to_q8(weight: torch.Tensor) -> BlockWeight:
+    """weight: [out, in], any float dtype -> the nearest in 8 bits, as Q8_0 has them."""
+    groups = weight.float().unflatten(-1, (-1, GROUP))
+    scales = (groups.abs().amax(dim=-1) / 127).half()
+    steps = scales.float()[..., None].clamp(min=torch.finfo(torch.half).smallest_normal)
+    values = (groups / steps).round().clamp(-127, 127).to(torch.int8)
+    return BlockWeight("q8", values.flatten(1), scales, None)

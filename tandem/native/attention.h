@@ -29,6 +29,7 @@ class AttentionPlan {
   public:
     void make(const Tables& tables, int rows, const HeadShape& shape);
     int tiles() const { return (int)tiles_.size(); }
+    int first_row(int tile) const { return tiles_[tile].first_row; }
     // Rows from here on belong to no sequence.
     int real_rows() const { return real_rows_; }
     // One tile for one kv head: q is bf16 [rows, heads * dim], kv one layer's pool [slots, 2, kv heads, dim] in bf16.

@@ -14,6 +14,15 @@ namespace {
 constexpr int kPhasesPerLayer = 8;
 constexpr int kTasksPerThread = 8;  // so that a thread that is held up leaves its share to the others
 
+uint16_t* pool(const Step& step, int layer, int row) {
+    return step.kv[(size_t)layer * step.pools + (step.pool_of ? step.pool_of[row] : 0)];
+}
+
+template <class Value>
+void grow(std::vector<Value>& buffer, size_t size) {
+    if (buffer.size() < size) buffer.resize(size);
+}
+
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -67,10 +76,8 @@ void Decoder::forward(const Step& step) {
     normed_.resize(step.rows, shape_.hidden);
     attended_.resize(step.rows, shape_.heads * shape_.head_dim);
     inner_.resize(step.rows, shape_.inner);
-    if (qkv_.size() < (size_t)step.rows * width) {
-        qkv_.resize((size_t)step.rows * width);
-        q_.resize((size_t)step.rows * shape_.heads * shape_.head_dim);
-    }
+    grow(qkv_, (size_t)step.rows * width);
+    grow(q_, (size_t)step.rows * shape_.heads * shape_.head_dim);
     plan_.make(step.tables, step.rows, heads_);
     if (plan_.real_rows() < step.rows) {
         std::vector<float> zeros(shape_.heads * shape_.head_dim);
@@ -78,7 +85,7 @@ void Decoder::forward(const Step& step) {
     }
     team_.run(1 + kPhasesPerLayer * shape_.layers, [&](Team::Place& place) {
         phase(place, kOther, step.rows, [&](int row) {
-            embedding_->row((int)step.token_ids[row], step.hidden + (size_t)row * shape_.hidden);
+            if (step.token_ids) embedding_->row((int)step.token_ids[row], step.hidden + (size_t)row * shape_.hidden);
             normalise(step.hidden, layers_[0].input_norm, row);
         });
         for (int i = 0; i < shape_.layers; i++) layer(place, i, step);
@@ -89,7 +96,6 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     const LayerWeights& w = layers_[index];
     const int rows = step.rows, hidden = shape_.hidden, dim = shape_.head_dim;
     const int width = (shape_.heads + 2 * shape_.kv_heads) * dim;
-    uint16_t* kv = step.kv[index];
 
     const Matrix* const qkv[3] = {w.q, w.k, w.v};
     const int qkv_blocks = width / kBlock, qkv_tasks = tasks_of(qkv_blocks);
@@ -102,9 +108,10 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
             start += m->blocks();
         }
     });
-    phase(place, kOther, rows, [&](int row) { rotate(row, w, step, kv); });
+    phase(place, kOther, rows, [&](int row) { rotate(row, index, step); });
     phase(place, kAttention, plan_.tiles() * shape_.kv_heads, [&](int task) {
-        plan_.attend(task / shape_.kv_heads, task % shape_.kv_heads, q_.data(), kv, attended_);
+        const int tile = task / shape_.kv_heads;
+        plan_.attend(tile, task % shape_.kv_heads, q_.data(), pool(step, index, plan_.first_row(tile)), attended_);
     });
     auto added = [&](const Matrix& m, const Activations& x) {
         const int tasks = tasks_of(m.blocks());
@@ -168,33 +175,61 @@ void Decoder::normalise(const float* x, const float* weight, int row) {
     normed_.set(row, 0, count, buffer.data());
 }
 
-// q and k of a row normalised and rotated, k and v written to the row's slot.
-void Decoder::rotate(int row, const LayerWeights& w, const Step& step, uint16_t* kv) {
-    const int dim = shape_.head_dim, half = dim / 2, turning = shape_.heads + shape_.kv_heads;
-    const float* from = &qkv_[(size_t)row * (turning + shape_.kv_heads) * dim];
-    const float* cosine = rope_ + (size_t)step.positions[row] * dim;
-    const float* sine = cosine + half;
-    uint16_t* q = &q_[(size_t)row * shape_.heads * dim];
-    uint16_t* k = kv + (size_t)step.slots[row] * 2 * shape_.kv_heads * dim;
+// A head normalised, if there is a weight, and rotated.
+void Decoder::turn(const float* from, const float* weight, int64_t position, uint16_t* to) const {
+    const int dim = shape_.head_dim, half = dim / 2;
+    const float *cosine = rope_ + (size_t)position * dim, *sine = cosine + half;
     thread_local std::vector<float> buffer;
     buffer.resize(dim);
-    for (int head = 0; head < turning; head++, from += dim) {
-        const float* weight = head < shape_.heads ? w.q_norm : w.k_norm;
-        float factor = weight ? norm_factor(from, dim, shape_.eps) : 1.0f;
-        for (int i = 0; i < half; i++) {
-            float a = from[i], b = from[i + half];
-            if (weight) {
-                a = a * factor * weight[i];
-                b = b * factor * weight[i + half];
-            }
-            buffer[i] = a * cosine[i] - b * sine[i];
-            buffer[i + half] = b * cosine[i] + a * sine[i];
+    float factor = weight ? norm_factor(from, dim, shape_.eps) : 1.0f;
+    for (int i = 0; i < half; i++) {
+        float a = from[i], b = from[i + half];
+        if (weight) {
+            a = a * factor * weight[i];
+            b = b * factor * weight[i + half];
         }
-        uint16_t* to = head < shape_.heads ? q + head * dim : k + (head - shape_.heads) * dim;
-        for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, load<Floats>(&buffer[i]));
+        buffer[i] = a * cosine[i] - b * sine[i];
+        buffer[i + half] = b * cosine[i] + a * sine[i];
     }
-    uint16_t* v = k + shape_.kv_heads * dim;
-    for (int i = 0; i < shape_.kv_heads * dim; i += kLanes) store_bf16(v + i, load<Floats>(from + i));
+    for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, load<Floats>(&buffer[i]));
+}
+
+// q and k of a row normalised and rotated, k and v written to the row's slot.
+void Decoder::rotate(int row, int index, const Step& step) {
+    const LayerWeights& w = layers_[index];
+    const int dim = shape_.head_dim, heads = shape_.heads, kv_heads = shape_.kv_heads;
+    const float* from = &qkv_[(size_t)row * (heads + 2 * kv_heads) * dim];
+    uint16_t* q = &q_[(size_t)row * heads * dim];
+    uint16_t* k = pool(step, index, row) + (size_t)step.slots[row] * 2 * kv_heads * dim;
+    for (int head = 0; head < heads; head++, from += dim) turn(from, w.q_norm, step.positions[row], q + head * dim);
+    for (int head = 0; head < kv_heads; head++, from += dim) turn(from, w.k_norm, step.positions[row], k + head * dim);
+    uint16_t* v = k + kv_heads * dim;
+    for (int i = 0; i < kv_heads * dim; i += kLanes) store_bf16(v + i, load<Floats>(from + i));
+}
+
+void Decoder::write_context(const Step& step) {
+    const int dim = shape_.head_dim, width = shape_.kv_heads * dim, blocks = width / kBlock;
+    const size_t row_size = (size_t)shape_.layers * 2 * width;
+    phase_end_ = now();
+    normed_.resize(step.rows, shape_.hidden);
+    grow(qkv_, step.rows * row_size);
+    team_.run(3, [&](Team::Place& place) {
+        phase(place, kOther, step.rows,
+              [&](int row) { normed_.set(row, 0, shape_.hidden, step.hidden + (size_t)row * shape_.hidden); });
+        phase(place, kLinears, 2 * shape_.layers, [&](int task) {
+            const LayerWeights& w = layers_[task / 2];
+            multiply(task % 2 ? *w.v : *w.k, 0, blocks, normed_, step.rows, &qkv_[(size_t)task * width], row_size, false);
+        });
+        phase(place, kOther, step.rows, [&](int row) {
+            const float* from = &qkv_[row * row_size];
+            for (int i = 0; i < shape_.layers; i++, from += 2 * width) {
+                uint16_t* k = pool(step, i, row) + (size_t)step.slots[row] * 2 * width;
+                for (int head = 0; head < shape_.kv_heads; head++)
+                    turn(from + head * dim, layers_[i].k_norm, step.positions[row], k + head * dim);
+                for (int j = 0; j < width; j += kLanes) store_bf16(k + width + j, load<Floats>(from + width + j));
+            }
+        });
+    });
 }
 
 }  // namespace tandem

@@ -22,11 +22,13 @@ struct LayerWeights {
 
 struct Step {
     int32_t rows;
-    const int64_t* token_ids;
+    const int64_t* token_ids;  // null: hidden holds the rows' embeddings
     const int64_t* positions;
     const int64_t* slots;
     Tables tables;
-    uint16_t* const* kv;     // per layer, bf16 [slots, 2, kv heads, head_dim]
+    uint16_t* const* kv;     // [layers, pools] of bf16 [slots, 2, kv heads, head_dim]
+    int32_t pools;
+    const int32_t* pool_of;  // per row, the same in a sequence; null where there is one pool
     float* hidden;           // out: [rows, hidden]
     const int32_t* taps;     // layers, any order
     int32_t tap_count;
@@ -38,13 +40,19 @@ enum Part { kLinears, kAttention, kOther, kHead, kParts };
 
 class Decoder {
   public:
-    // Weights are not copied and must outlive the decoder. rope: [positions, 2, head_dim / 2] cos, then sin.
+    // Weights are not copied and must outlive the decoder. rope: [positions, 2, head_dim / 2] cos, then sin. embedding
+    // may be null where steps bring their own.
     Decoder(const Shape& shape, const LayerWeights* layers, const Matrix* embedding, const Matrix* head,
             const float* norm, const float* rope, int threads);
 
     void forward(const Step& step);
     // hidden [rows, hidden] as forward left it -> logits [rows, vocab]
     void logits(const float* hidden, int rows, float* to);
+    // Every layer's keys and values of step.hidden, rows that are normed already, into the rows' slots: all of a DFlash
+    // network that its context passes. Reads neither token ids nor tables.
+    void write_context(const Step& step);
+    void set_rope(const float* rope) { rope_ = rope; }
+    Team& team() { return team_; }
     const std::array<double, kParts>& seconds() const { return seconds_; }
 
   private:
@@ -52,7 +60,8 @@ class Decoder {
     void phase(Team::Place& place, Part part, int tasks, Task&& task);
     void layer(Team::Place& place, int index, const Step& step);
     void normalise(const float* x, const float* weight, int row);
-    void rotate(int row, const LayerWeights& weights, const Step& step, uint16_t* kv);
+    void rotate(int row, int index, const Step& step);
+    void turn(const float* from, const float* weight, int64_t position, uint16_t* to) const;
     int tasks_of(int blocks) const;
 
     Shape shape_;

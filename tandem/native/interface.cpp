@@ -1,7 +1,7 @@
 // What Python calls. Handles are pointers; sizes are checked there.
 #include <algorithm>
 
-#include "decoder.h"
+#include "block_network.h"
 
 using namespace tandem;
 
@@ -27,6 +27,23 @@ void tandem_decoder_forward(void* decoder, const Step* step) { static_cast<Decod
 
 void tandem_decoder_logits(void* decoder, const float* hidden, int32_t rows, float* to) {
     static_cast<Decoder*>(decoder)->logits(hidden, rows, to);
+}
+
+void* tandem_blocks(const Shape* shape, const LayerWeights* layers, const void* head, const float* norm,
+                    const uint16_t* embedding, int32_t size, int32_t mask_token, int32_t threads) {
+    return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), norm, embedding, size, mask_token, threads);
+}
+
+void tandem_blocks_free(void* network) { delete static_cast<BlockNetwork*>(network); }
+
+void tandem_blocks_set_rope(void* network, const float* rope) { static_cast<BlockNetwork*>(network)->set_rope(rope); }
+
+void tandem_blocks_write(void* network, const Context* contexts, int32_t count, float* features) {
+    static_cast<BlockNetwork*>(network)->write(contexts, count, features);
+}
+
+void tandem_blocks_draft(void* network, const Context* contexts, int32_t count, const Best* best, float* logits) {
+    static_cast<BlockNetwork*>(network)->draft(contexts, count, *best, logits);
 }
 
 void tandem_decoder_seconds(const void* decoder, double* to) {

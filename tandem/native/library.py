@@ -10,13 +10,16 @@ from typing import Any, Literal
 import torch
 
 from tandem.kernels.step_tables import StepTables
-from tandem.native.build import build
+from tandem.native.build import CannotBuild, build, cpu_features
 
 Form = Literal["bf16", "q4", "q8"]
 _FORMS: dict[Form, int] = {"bf16": 0, "q4": 1, "q8": 2}
 GROUP = 32
 BLOCK = 16
 """What columns and outputs of a matrix must be multiples of."""
+
+_FLOOR = "avx2"
+"""Below it the portable code is right, but slower than torch."""
 
 _Pointer, _Int = ctypes.c_void_p, ctypes.c_int32
 
@@ -38,7 +41,7 @@ class _Tables(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = [("rows", _Int), ("token_ids", _Pointer), ("positions", _Pointer), ("slots", _Pointer)]
-    _fields_ += [("tables", _Tables), ("kv", _Pointer), ("hidden", _Pointer)]
+    _fields_ += [("tables", _Tables), ("kv", _Pointer), ("pools", _Int), ("pool_of", _Pointer), ("hidden", _Pointer)]
     _fields_ += [("taps", _Pointer), ("tap_count", _Int), ("tapped", _Pointer)]
 
 
@@ -69,11 +72,28 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_forward": (None, [_Pointer, _Pointer]),
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
+        "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
+        "blocks_free": (None, [_Pointer]),
+        "blocks_set_rope": (None, [_Pointer, _Pointer]),
+        "blocks_write": (None, [_Pointer, _Pointer, _Int, _Pointer]),
+        "blocks_draft": (None, [_Pointer, _Pointer, _Int, _Pointer, _Pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, f"tandem_{name}")
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def why_not_here() -> str | None:
+    """What keeps this machine from the library; None: nothing. Builds it if that was not done yet."""
+    features = cpu_features()
+    if features and _FLOOR not in features:
+        return f"the CPU lacks {_FLOOR}"
+    try:
+        load()
+    except CannotBuild as error:
+        return str(error)
+    return None
 
 
 class Matrix:
@@ -147,8 +167,7 @@ class Decoder:
         self.sizes = sizes
         self._library = library
         self._kept = (list(layers), embedding, head, norm, rope)
-        shape = _Shape(**vars(sizes))
-        table = (_Layer * len(layers))(*(_Layer(*map(_address, vars(layer).values())) for layer in layers))
+        shape, table = shape_and_layers(sizes, layers)
         self._handle = library.tandem_decoder(
             ctypes.byref(shape), table, embedding.handle, head.handle, norm.data_ptr(), rope.data_ptr(), threads
         )
@@ -188,6 +207,8 @@ class Decoder:
                 kv[0].shape[1],
             ),
             ctypes.addressof(pools),
+            1,
+            None,
             out.data_ptr(),
             ctypes.addressof(layers),
             len(tap_layers),
@@ -211,6 +232,11 @@ class Decoder:
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
             self._library.tandem_decoder_free(handle)
+
+
+def shape_and_layers(sizes: Sizes, layers: Sequence[LayerWeights]) -> tuple[ctypes.Structure, ctypes.Array[_Layer]]:
+    """As C++ takes them; what they point at is not kept."""
+    return _Shape(**vars(sizes)), (_Layer * len(layers))(*(_Layer(*map(_address, vars(w).values())) for w in layers))
 
 
 def _address(part: Matrix | torch.Tensor | None) -> int | None:

@@ -8,7 +8,6 @@ namespace tandem {
 
 namespace {
 
-constexpr int kRowTile = 8;  // rows that share a load of the weights: their sums fit in 32 registers
 // How far ahead weights are asked for. Measured over weights that no cache holds: two to three times as fast as without,
 // since the CPU's own prefetcher stops at the end of each 4 KiB.
 constexpr int kAhead = 8192;
@@ -43,10 +42,8 @@ template <int rows>
 void multiply_q4(const Matrix& w, int block, const Activations& x, int row, float* y, size_t stride, bool add) {
     Floats sums[rows] = {};
     const uint8_t* from = w.block(block);
-    const int8_t* xs[rows];
-    const float *scales[rows], *x_sums[rows];
-    for (int r = 0; r < rows; r++) xs[r] = x.int8(row + r), scales[r] = x.scales(row + r), x_sums[r] = x.sums(row + r);
-    for (int group = 0; group < w.in() / kGroup; group++, from += 320) {
+    const Activations::Group* xs = x.int8(row);
+    for (int group = 0; group < w.in() / kGroup; group++, from += 320, xs++) {
         ask_ahead<320>(from);
         Words low[4], high[4];
         for (int i = 0; i < 4; i++) {
@@ -57,12 +54,12 @@ void multiply_q4(const Matrix& w, int block, const Activations& x, int row, floa
         Floats scale = load_halves(reinterpret_cast<const uint16_t*>(from + 256));
         Floats minimum = load_halves(reinterpret_cast<const uint16_t*>(from + 288));
         for (int r = 0; r < rows; r++) {
-            const int8_t* values = xs[r] + group * kGroup;
+            const int8_t* values = xs->values[r];
             Ints dot = {};
             for (int i = 0; i < 4; i++) dot = dot4<true>(dot, low[i], values + 4 * i);
             for (int i = 0; i < 4; i++) dot = dot4<true>(dot, high[i], values + 16 + 4 * i);
-            Floats part = fma(scale, to_floats(dot), minimum * x_sums[r][group]);
-            sums[r] = fma(part, all(scales[r][group]), sums[r]);
+            Floats part = fma(scale, to_floats(dot), minimum * (float)xs->sums[r]);
+            sums[r] = fma(part, all(xs->scales[r]), sums[r]);
         }
     }
     for (int r = 0; r < rows; r++) finish(y + (size_t)r * stride, sums[r], add);
@@ -72,21 +69,17 @@ template <int rows>
 void multiply_q8(const Matrix& w, int block, const Activations& x, int row, float* y, size_t stride, bool add) {
     Floats sums[rows] = {};
     const uint8_t* from = w.block(block);
-    const int8_t* xs[rows];
-    const float *scales[rows], *x_sums[rows];
-    for (int r = 0; r < rows; r++) xs[r] = x.int8(row + r), scales[r] = x.scales(row + r), x_sums[r] = x.sums(row + r);
-    for (int group = 0; group < w.in() / kGroup; group++, from += 544) {
+    const Activations::Group* xs = x.int8(row);
+    for (int group = 0; group < w.in() / kGroup; group++, from += 544, xs++) {
         ask_ahead<544>(from);
         Words four[8];
         for (int i = 0; i < 8; i++) four[i] = load<Words>(from + 64 * i);
         Floats scale = load_halves(reinterpret_cast<const uint16_t*>(from + 512));
         for (int r = 0; r < rows; r++) {
-            const int8_t* values = xs[r] + group * kGroup;
-            Ints dot = {};
+            const int8_t* values = xs->values[r];
+            Ints dot = Ints{} - 128 * xs->sums[r];
             for (int i = 0; i < 8; i++) dot = dot4<false>(dot, four[i], values + 4 * i);
-            // Below 2^24: exact.
-            Floats whole = to_floats(dot) - all(128.0f * x_sums[r][group]);
-            sums[r] = fma(scale * whole, all(scales[r][group]), sums[r]);
+            sums[r] = fma(scale * to_floats(dot), all(xs->scales[r]), sums[r]);
         }
     }
     for (int r = 0; r < rows; r++) finish(y + (size_t)r * stride, sums[r], add);
@@ -130,13 +123,9 @@ void multiply(const Matrix& w, int first, int count, const Activations& x, int r
 
 void Activations::resize(int rows, int columns) {
     columns_ = columns;
-    size_t count = (size_t)rows * columns;
-    if (bf16_ && bf16_values_.size() < count) bf16_values_.resize(count);
-    if (int8_ && int8_values_.size() < count) {
-        int8_values_.resize(count);
-        scales_.resize(count / kGroup);
-        sums_.resize(count / kGroup);
-    }
+    size_t values = (size_t)rows * columns, groups = (size_t)(rows + kRowTile - 1) / kRowTile * (columns / kGroup);
+    if (bf16_ && bf16_values_.size() < values) bf16_values_.resize(values);
+    if (int8_ && groups_.size() < groups) groups_.resize(groups);
 }
 
 void Activations::set(int row, int first, int count, const float* values) {
@@ -144,7 +133,9 @@ void Activations::set(int row, int first, int count, const float* values) {
     if (bf16_)
         for (int i = 0; i < count; i += kLanes) store_bf16(&bf16_values_[offset + i], load<Floats>(values + i));
     if (!int8_) return;
-    for (int i = 0; i < count; i += kGroup) {
+    Group* group = groups_.data() + ((size_t)row / kRowTile * columns_ + first) / kGroup;
+    row %= kRowTile;
+    for (int i = 0; i < count; i += kGroup, group++) {
         Floats half[2] = {load<Floats>(values + i), load<Floats>(values + i + kLanes)};
         Floats a = half[0] < 0.0f ? -half[0] : half[0], b = half[1] < 0.0f ? -half[1] : half[1];
         float most = largest(larger(a, b));
@@ -154,11 +145,11 @@ void Activations::set(int row, int first, int count, const float* values) {
             Ints whole = __builtin_convertvector(rounded(half[h] * inverse), Ints);
             typedef int8_t Small __attribute__((vector_size(16)));
             Small small = __builtin_convertvector(whole, Small);
-            std::memcpy(&int8_values_[offset + i + h * kLanes], &small, sizeof small);
+            std::memcpy(group->values[row] + h * kLanes, &small, sizeof small);
             for (int lane = 0; lane < kLanes; lane++) total += whole[lane];
         }
-        scales_[(offset + i) / kGroup] = most / 127.0f;
-        sums_[(offset + i) / kGroup] = (float)total;
+        group->scales[row] = most / 127.0f;
+        group->sums[row] = total;
     }
 }
 

@@ -44,7 +44,10 @@ class Matrix {
     uint8_t* data_;
 };
 
-// Rows on their way into a product, in the forms that its matrices need.
+constexpr int kRowTile = 8;  // rows that share a load of the weights: their sums fit in 32 registers
+
+// Rows on their way into a product, in the forms that its matrices need. Those in 8 bits lie in tiles of 8 rows, group
+// by group, so that a product reaches all of a tile from one address.
 class Activations {
   public:
     void need(Form form) { (form == Form::bf16 ? bf16_ : int8_) = true; }
@@ -54,17 +57,20 @@ class Activations {
     void set(int row, int first, int count, const float* values);
 
     const uint16_t* bf16(int row) const { return bf16_values_.data() + (size_t)row * columns_; }
-    const int8_t* int8(int row) const { return int8_values_.data() + (size_t)row * columns_; }
-    // Per group the scale and the sum of the int8 values.
-    const float* scales(int row) const { return scales_.data() + (size_t)row * (columns_ / kGroup); }
-    const float* sums(int row) const { return sums_.data() + (size_t)row * (columns_ / kGroup); }
+    // A group of a row in 8 bits: values * scale.
+    struct Group {
+        int8_t values[kRowTile][kGroup];
+        float scales[kRowTile];
+        int32_t sums[kRowTile];  // of the values
+    };
+    // Of the tile that begins with `row`, all its groups.
+    const Group* int8(int row) const { return groups_.data() + (size_t)row / kRowTile * (columns_ / kGroup); }
 
   private:
     bool bf16_ = false, int8_ = false;
     int columns_ = 0;
     std::vector<uint16_t> bf16_values_;
-    std::vector<int8_t> int8_values_;
-    std::vector<float> scales_, sums_;
+    std::vector<Group> groups_;
 };
 
 // y[row, 16 * block + lane] = x W^T for blocks [first, first + count), or += it. y's rows are `stride` floats apart and

@@ -30,7 +30,8 @@ inline void store(void* to, Vector v) {
     std::memcpy(to, &v, sizeof v);
 }
 
-inline Floats all(float x) { return Floats{} + x; }
+// Not Floats{} + x, which is an addition: x may be -0.
+inline Floats all(float x) { return Floats{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 inline Floats to_floats(Ints v) { return __builtin_convertvector(v, Floats); }
 

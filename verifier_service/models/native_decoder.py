@@ -6,14 +6,10 @@ from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.gguf_blocks import METHOD as GGUF_BLOCKS
 from tandem.checkpoints.weights import WeightReader
 from tandem.layers.rope import rope_table
-from tandem.native.build import CannotBuild, cpu_features
-from tandem.native.library import BLOCK, GROUP, Decoder, LayerWeights, Matrix, Sizes, load
+from tandem.native.library import BLOCK, GROUP, Decoder, LayerWeights, Matrix, Sizes, load, why_not_here
 from verifier_service.models.target_config import GroupedAttention, TargetConfig
 from verifier_service.models.target_model import ForwardBatch
 from verifier_service.parallel.ranks import Parallel
-
-_FLOOR = "avx2"
-"""Below it the portable code is right, but slower than torch."""
 
 
 class NativeDecoder:
@@ -90,14 +86,7 @@ def why_not_native(
     ):
         if size % step:
             return f"{what}, {size}, is not a multiple of {step}"
-    features = cpu_features()
-    if features and _FLOOR not in features:
-        return f"the CPU lacks {_FLOOR}"
-    try:
-        load()
-    except CannotBuild as error:
-        return str(error)
-    return None
+    return why_not_here()
 
 
 def load_native(config: TargetConfig, folder: CheckpointFolder, reader: WeightReader, threads: int) -> NativeDecoder:

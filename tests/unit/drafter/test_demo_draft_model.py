@@ -10,6 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
+from drafter_service.draft_network import DraftNetwork
+from drafter_service.native_draft_model import NativeDraftModel
 from tandem.draft_tree import walk
 from tandem.speculation import DraftShape
 
@@ -96,3 +98,34 @@ def test_trees_hold_more_of_what_the_target_says_than_blocks() -> None:
     assert all(small >= chain for small, chain in zip(accepted[DraftShape.TREE, 10], block, strict=True))
     assert sum(accepted[DraftShape.TREE, 32]) > 1.1 * sum(block)
     assert 0.5 < sum(expected) / sum(accepted[DraftShape.TREE, 32]) < 2
+
+
+@torch.inference_mode()
+def test_the_native_path_accepts_what_torch_does() -> None:
+    """Along a greedy answer of the demo target, in bf16 and in int8: nearly always the same blocks, and as much of the
+    answer in them."""
+    target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
+    reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
+    prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
+    ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=160, do_sample=False)
+    hidden = target(ids, output_hidden_states=True).hidden_states
+    features = reference.hidden_norm(reference.fc(torch.cat([hidden[i + 1] for i in reference.target_layer_ids], -1)))
+    answer = ids[0].tolist()
+    network = DraftNetwork.load(DRAFT, TARGET, torch.bfloat16, torch.device("cpu"))
+    models: list[DraftModel | NativeDraftModel] = [DraftModel(network)]
+    models += [NativeDraftModel(network, int8, threads=2) for int8 in (False, True)]
+
+    accepted, drafted = [0] * 3, [0] * 3
+    for base in range(prompt.shape[1], len(answer) - 8):
+        tokens = []
+        for i, model in enumerate(models):
+            kv = model.new_context()
+            model.write_context([ContextRows(kv, 0, features[0, :base])])
+            (draft,) = model.draft([BlockRequest(kv, base, answer[base], 7)])
+            accepted[i] += len(walk(draft, lambda index, depth, base=base: answer[base + 1 + depth])[0])
+            tokens.append(draft.tokens)
+            drafted[i] += sum(a == b for a, b in zip(tokens[0], tokens[i], strict=True))
+    assert accepted[0] > 40
+    for i in (1, 2):
+        assert drafted[i] > 0.9 * drafted[0]
+        assert abs(accepted[i] - accepted[0]) <= 0.1 * accepted[0]

@@ -1,0 +1,103 @@
+#include "block_network.h"
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "simd.h"
+
+namespace tandem {
+
+BlockNetwork::BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const float* norm,
+                           const uint16_t* embedding, int size, int mask_token, int threads)
+    : shape_(shape),
+      decoder_(shape, layers, nullptr, head, norm, nullptr, threads),
+      embedding_(embedding),
+      size_(size),
+      mask_token_(mask_token) {}
+
+void BlockNetwork::place(const Context* contexts, int count) {
+    const size_t position = (size_t)2 * shape_.kv_heads * shape_.head_dim;
+    kv_.resize((size_t)shape_.layers * count);
+    for (int layer = 0; layer < shape_.layers; layer++)
+        for (int i = 0; i < count; i++)
+            kv_[(size_t)layer * count + i] = contexts[i].kv + layer * contexts[i].capacity * position;
+    positions_.clear();
+    pool_of_.clear();
+}
+
+void BlockNetwork::add_row(int context, int64_t position) {
+    positions_.push_back(position);
+    pool_of_.push_back(context);
+}
+
+void BlockNetwork::write(const Context* contexts, int count, float* features) {
+    place(contexts, count);
+    for (int i = 0; i < count; i++)
+        for (int row = 0; row < contexts[i].rows; row++) add_row(i, contexts[i].start + row);
+    const int64_t* positions = positions_.data();
+    decoder_.write_context({(int32_t)positions_.size(), nullptr, positions, positions, {}, kv_.data(), count,
+                            pool_of_.data(), features, nullptr, 0, nullptr});
+}
+
+void BlockNetwork::draft(const Context* contexts, int count, const Best& best, float* logits) {
+    const int hidden = shape_.hidden, rows = count * size_;
+    place(contexts, count);
+    first_rows_.resize(count + 1);
+    prefixes_.resize(rows);
+    hidden_.resize((size_t)rows * hidden);
+    for (int row = 0; row < rows; row++) {
+        const Context& context = contexts[row / size_];
+        add_row(row / size_, context.start + row % size_);
+        // Keys are written before any row attends, so what a row sees is a prefix: context and block.
+        prefixes_[row] = (int32_t)context.start + size_;
+        const int token = row % size_ ? mask_token_ : context.anchor;
+        for (int i = 0; i < hidden; i += kLanes)
+            store(&hidden_[(size_t)row * hidden + i], load_bf16(embedding_ + (size_t)token * hidden + i));
+    }
+    for (int i = 0; i <= count; i++) first_rows_[i] = i * size_;
+    // Slots are positions: each sequence has one block, which does not end.
+    block_tables_.assign(count, 0);
+    Tables tables{first_rows_.data(), prefixes_.data(), nullptr, nullptr, block_tables_.data(),
+                  count, 0, 1, std::numeric_limits<int32_t>::max()};
+    decoder_.forward({rows, nullptr, positions_.data(), positions_.data(), tables, kv_.data(), count, pool_of_.data(),
+                      hidden_.data(), nullptr, 0, nullptr});
+
+    int wanted = 0;
+    wanted_.resize((size_t)rows * hidden);
+    for (int i = 0; i < count; wanted += contexts[i].rows, i++)
+        std::memcpy(&wanted_[(size_t)wanted * hidden], &hidden_[((size_t)i * size_ + 1) * hidden],
+                    (size_t)contexts[i].rows * hidden * sizeof(float));
+    if (!logits) {
+        if (logits_.size() < (size_t)wanted * shape_.vocab) logits_.resize((size_t)wanted * shape_.vocab);
+        logits = logits_.data();
+    }
+    decoder_.logits(wanted_.data(), wanted, logits);
+    decoder_.team().run(1, [&](Team::Place& place) {
+        place.share(wanted, [&](int row) { best_of(logits + (size_t)row * shape_.vocab, row, best); });
+    });
+}
+
+void BlockNetwork::best_of(const float* logits, int row, const Best& best) const {
+    float* values = best.values + (size_t)row * best.count;
+    int32_t* columns = best.columns + (size_t)row * best.count;
+    int held = 0;
+    float least = -std::numeric_limits<float>::infinity();  // what gets in when all places are taken
+    for (int first = 0; first < shape_.vocab; first += kLanes) {
+        if (held == best.count && !(largest(load<Floats>(logits + first)) > least)) continue;
+        for (int column = first; column < first + kLanes; column++) {
+            const float value = logits[column];
+            if (held == best.count && !(value > least)) continue;
+            int at = held < best.count ? held++ : held - 1;
+            for (; at > 0 && values[at - 1] < value; at--) values[at] = values[at - 1], columns[at] = columns[at - 1];
+            values[at] = value, columns[at] = column;
+            least = values[held - 1];
+        }
+    }
+    const Floats most = all(values[0]);
+    Floats total = {};
+    for (int i = 0; i < shape_.vocab; i += kLanes) total += exp_of_negative(load<Floats>(logits + i) - most);
+    best.totals[row] = values[0] + std::log(sum(total));
+}
+
+}  // namespace tandem

@@ -1,0 +1,56 @@
+// The blocks of a DFlash draft network: a decoder whose slots see their sequence's context and each other.
+#pragma once
+
+#include <vector>
+
+#include "decoder.h"
+
+namespace tandem {
+
+// Rows of one sequence, and where its keys and values lie.
+struct Context {
+    uint16_t* kv;      // bf16 [layers, capacity, 2, kv heads, head_dim], by position
+    int64_t capacity;
+    int64_t start;     // the first row's position
+    int32_t rows;      // of features; of a block the slots wanted behind the anchor
+    int32_t anchor;    // of a block: the token its first slot holds
+};
+
+// What is wanted of each row's logits.
+struct Best {
+    int32_t count;
+    float* values;     // [rows, count], descending
+    int32_t* columns;  // [rows, count], the first of equals first
+    float* totals;     // [rows]: log of the sum of exp over all columns
+};
+
+class BlockNetwork {
+  public:
+    // As a Decoder's. embedding: bf16 [vocabulary, hidden]; size: slots of a block, of which all but the first hold the
+    // mask token. A rope must be set before anything else.
+    BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const float* norm,
+                 const uint16_t* embedding, int size, int mask_token, int threads);
+
+    void set_rope(const float* rope) { decoder_.set_rope(rope); }
+    // Keys and values of features [rows of all contexts, hidden], contexts one after another.
+    void write(const Context* contexts, int count, float* features);
+    // One block behind each context, over its positions [start, start + size). The rows of best and logits are the
+    // wanted slots of all contexts, one after another; logits [rows, head], unless null.
+    void draft(const Context* contexts, int count, const Best& best, float* logits);
+
+  private:
+    void place(const Context* contexts, int count);
+    void add_row(int context, int64_t position);
+    void best_of(const float* logits, int row, const Best& best) const;
+
+    Shape shape_;
+    Decoder decoder_;
+    const uint16_t* embedding_;
+    int size_, mask_token_;
+    std::vector<uint16_t*> kv_;  // [layers, contexts]
+    std::vector<int64_t> positions_;
+    std::vector<int32_t> pool_of_, first_rows_, prefixes_, block_tables_;
+    std::vector<float> hidden_, wanted_, logits_;
+};
+
+}  // namespace tandem

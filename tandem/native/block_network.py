@@ -1,0 +1,127 @@
+"""A draft network's blocks as Python calls them."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.native.library import LayerWeights, Matrix, Sizes, shape_and_layers
+
+_Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class _Context(ctypes.Structure):
+    _fields_ = [("kv", _Pointer), ("capacity", _Long), ("start", _Long), ("rows", _Int), ("anchor", _Int)]
+
+
+class _Best(ctypes.Structure):
+    _fields_ = [("count", _Int), ("values", _Pointer), ("columns", _Pointer), ("totals", _Pointer)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of one sequence."""
+
+    kv: torch.Tensor
+    """Its keys and values, bf16 [layers, capacity, 2, kv heads, head_dim], by position."""
+    start: int
+    """Position of the first row."""
+    count: int
+    """Features, or slots wanted behind the anchor."""
+    anchor: int = 0
+    """Of a block."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """Of every wanted slot, one block's after another's."""
+
+    columns: torch.Tensor
+    """[slots, k] int32: columns of the largest logits, descending; the first of equals first."""
+    log_probs: torch.Tensor
+    """[slots, k] fp32: theirs, in softmax over the whole head."""
+
+
+class BlockNetwork:
+    """All layers and the head as one call. Calls must not overlap; sequences of a call must be different."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        sizes: Sizes,
+        layers: Sequence[LayerWeights],
+        head: Matrix,
+        norm: torch.Tensor,
+        embedding: torch.Tensor,
+        block: int,
+        mask_token: int,
+        threads: int,
+    ):
+        """sizes.vocab: the head's outputs. norm: [hidden] fp32. embedding: [vocabulary, hidden] bf16. block: slots of a
+        block, the anchor's included."""
+        assert embedding.dtype == torch.bfloat16
+        self.block = block
+        self.head = sizes.vocab
+        """Its outputs."""
+        self._library = library
+        self._kept = (list(layers), head, norm, embedding)
+        self._rope: torch.Tensor | None = None
+        shape, table = shape_and_layers(sizes, layers)
+        self._handle = library.tandem_blocks(
+            ctypes.byref(shape),
+            table,
+            head.handle,
+            norm.data_ptr(),
+            embedding.data_ptr(),
+            block,
+            mask_token,
+            threads,
+        )
+
+    @property
+    def positions(self) -> int:
+        """Those that there are rotations for."""
+        return 0 if self._rope is None else len(self._rope)
+
+    def set_rope(self, rope: torch.Tensor) -> None:
+        """rope: [positions, 2, head_dim / 2] fp32, cos and sin; must cover all rows of later calls."""
+        self._rope = rope
+        self._library.tandem_blocks_set_rope(self._handle, rope.data_ptr())
+
+    def write(self, contexts: Sequence[Rows], features: torch.Tensor) -> None:
+        """features: [rows of all contexts, hidden] fp32."""
+        features = features.contiguous()
+        self._library.tandem_blocks_write(self._handle, self._contexts(contexts), len(contexts), features.data_ptr())
+
+    def draft(self, blocks: Sequence[Rows], k: int) -> Best:
+        """A block behind each context, which must have room for it."""
+        return self._draft(blocks, k, None)
+
+    def logits(self, blocks: Sequence[Rows]) -> torch.Tensor:
+        """[wanted slots, head] fp32: what draft chooses from."""
+        logits = torch.empty(sum(b.count for b in blocks), self.head)
+        self._draft(blocks, 1, logits.data_ptr())
+        return logits
+
+    def _draft(self, blocks: Sequence[Rows], k: int, logits: int | None) -> Best:
+        rows = sum(b.count for b in blocks)
+        values, columns, totals = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, 1)
+        best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr())
+        self._library.tandem_blocks_draft(
+            self._handle, self._contexts(blocks, self.block), len(blocks), ctypes.byref(best), logits
+        )
+        return Best(columns, values - totals)
+
+    def _contexts(self, rows: Sequence[Rows], block: int = 0) -> ctypes.Array[_Context]:
+        """block: room needed from `start` on, if more than the rows."""
+        for r in rows:
+            end = r.start + max(block, r.count)
+            assert end <= min(r.kv.shape[1], self.positions), (end, r.kv.shape[1], self.positions)
+        return (_Context * len(rows))(
+            *(_Context(r.kv.data_ptr(), r.kv.shape[1], r.start, r.count, r.anchor) for r in rows)
+        )
+
+    def __del__(self) -> None:
+        if handle := getattr(self, "_handle", None):
+            self._library.tandem_blocks_free(handle)
