@@ -13,7 +13,7 @@ import torch
 
 from tandem.draft_tree import walk
 from tandem.errors import Unavailable
-from tandem.layers.argmax import argmax_rows
+from tandem.layers.argmax import argmax_rows, largest
 from tandem.sampling import SamplingParams
 from verifier_service.buckets import Bucket
 from verifier_service.features import FeaturePool, FeatureProjection
@@ -166,8 +166,9 @@ class ModelRunner:
                 rows += [first_row + row for row in verdict.accepted_rows]
                 kept += range(first_row, first_row + len(verdict.accepted_rows))
             first_row += segment.rows
-        index = torch.tensor(rows).to(self._device)
-        picked = torch.cat([tap.index_select(0, index) for tap in taps], dim=-1)
+        picked = torch.cat(taps, dim=-1)
+        if rows != list(range(len(picked))):
+            picked = picked.index_select(0, torch.tensor(rows).to(self._device))
         self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), picked)
 
 
@@ -219,10 +220,15 @@ def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:
     request = segment.sequence.request
     tokens = len(segment.token_ids)
     next_position = segment.start + tokens
-    greedy = argmax_rows(logits).tolist() if request.sampling.greedy else None
+    # On a GPU all rows at once, which is one wait for it; on a CPU only those that the walk comes by.
+    greedy = argmax_rows(logits).tolist() if request.sampling.greedy and logits.is_cuda else None
 
     def choose(index: int, depth: int) -> int:
-        return greedy[index] if greedy else sample(logits[index], request.sampling, next_position + depth)
+        if greedy:
+            return int(greedy[index])
+        if request.sampling.greedy:
+            return largest(logits[index])
+        return sample(logits[index], request.sampling, next_position + depth)
 
     accepted, chosen = walk(segment.draft, choose)
     log_probs = []

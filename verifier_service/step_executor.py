@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from tandem.kernels.kv_compaction import kv_compaction
@@ -80,9 +81,9 @@ class StepExecutor:
         """[count] int64, on the CPU: the KV slots of positions from `start` on, by a sequence's block table."""
         size = self.block_tokens
         first, last = start // size, (start + count - 1) // size
-        table = torch.tensor(blocks[first : last + 1])
-        offsets = torch.arange(start - first * size, start - first * size + count)
-        return table[offsets // size] * size + offsets % size
+        table = np.array(blocks[first : last + 1])
+        offsets = np.arange(start - first * size, start - first * size + count)
+        return torch.from_numpy(table[offsets // size] * size + offsets % size)
 
     def _batch(self, segments: list[SegmentRows]) -> ForwardBatch:
         return self._tabled_batch(segments) if self._by_tables else self._grouped_batch(segments)

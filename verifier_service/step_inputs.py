@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -56,7 +57,7 @@ class StepInputs:
         logit_rows: rows of the step that choose, ascending: of a segment its last ones. greedy: per segment whether its
         draft is walked; a segment that chooses nothing is not.
         """
-        token_ids, positions, slots = self.rows.numpy()
+        token_ids, positions, slots = self._row_arrays
         row = 0
         for segment in segments:
             end = row + segment.rows
@@ -70,7 +71,12 @@ class StepInputs:
         token_ids[row:] = positions[row:] = 0
         slots[row:] = PADDING_BLOCK * block_tokens
         self.tables.write(segments)
-        self._write_choosing(segments, logit_rows, greedy)
+        if self.choosing.shape[0]:
+            self._write_choosing(segments, logit_rows, greedy)
+
+    @cached_property
+    def _row_arrays(self) -> np.ndarray:
+        return self.rows.numpy()
 
     def _write_choosing(
         self, segments: Sequence[SegmentRows], logit_rows: Sequence[int], greedy: Sequence[bool]

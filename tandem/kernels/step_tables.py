@@ -8,6 +8,7 @@ row itself. Rows behind the last sequence's are padding: attention leaves zeros 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -132,8 +133,7 @@ class StepTables:
             for name in ("first_rows", "prefixes", "tree_starts", "ancestors", "block_tables", "tiles"):
                 getattr(self, name).copy_(getattr(host, name))
             return
-        first_rows, prefixes, tree_starts = self.first_rows.numpy(), self.prefixes.numpy(), self.tree_starts.numpy()
-        ancestors, block_tables = self.ancestors.numpy().view(np.uint32), self.block_tables.numpy()
+        first_rows, prefixes, tree_starts, ancestors, block_tables, tile_table = self._arrays
         ancestors.fill(0)
         block_tables.fill(0)
         first_rows[0] = row = 0
@@ -157,9 +157,16 @@ class StepTables:
         first_rows[len(sequences) + 1 :] = row
         prefixes[row:] = 0
         tree_starts[len(sequences) :] = 0
-        tile_table = self.tiles.numpy()
         tile_table[: len(tiles)] = np.array(tiles, np.int32).reshape(-1, 2)
         tile_table[len(tiles) :] = (-1, 0)
+
+    @cached_property
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        """The tensors as numpy sees them, kept: steps write the same tables again and again. Ancestors are uint32."""
+        tensors = (self.first_rows, self.prefixes, self.tree_starts, self.ancestors, self.block_tables, self.tiles)
+        arrays = [tensor.numpy() for tensor in tensors]
+        arrays[3] = arrays[3].view(np.uint32)
+        return tuple(arrays)
 
 
 def pieces(arena: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

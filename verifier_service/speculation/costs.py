@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier_service.speculation.estimates import DriftingRatio
+from verifier_service.speculation.estimates import DriftingRatio, Place
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows at which steps that are not captured are corrected."""
@@ -69,7 +69,9 @@ class StepCosts:
 
     def predict(self, rows: int, sequences: int, context_tokens: float) -> float:
         """Seconds of a step of so many rows."""
-        return float(self.predict_up_to(rows, 0, sequences, context_tokens)[0])
+        alone, place = self._alone_at(rows)
+        ratio = self._ratio.log_ratio(_key(sequences, context_tokens), place)
+        return (alone + self._curve.extra(sequences, context_tokens)) * math.exp(ratio)
 
     def predict_up_to(
         self, rows: int, more: int, sequences: int, context_tokens: float, optimistic: bool = False
@@ -83,21 +85,29 @@ class StepCosts:
             self._tabulate(2 * (rows + more))
         wanted = slice(rows, rows + more + 1)
         left, right, weight = (table[wanted] for table in self._places)
-        ratio = self._ratio.log_ratio(_key(sequences, context_tokens), (left, right, weight), float(optimistic))
+        ratio = self._ratio.log_ratios(_key(sequences, context_tokens), left, right, weight, float(optimistic))
         seconds = self._alone[wanted] + self._curve.extra(sequences, context_tokens)
         return np.maximum.accumulate(seconds * np.exp(ratio))
 
     def observe(self, rows: int, sequences: int, context_tokens: float, seconds: float) -> None:
         """A step of these rows took so long."""
-        count = self._curve.padded(np.array([rows]))
-        curve = float(self._curve.alone(count)[0]) + self._curve.extra(sequences, context_tokens)
-        self._ratio.update(_key(sequences, context_tokens), float(count[0]), math.log(seconds / curve))
+        alone, place = self._alone_at(rows)
+        curve = alone + self._curve.extra(sequences, context_tokens)
+        self._ratio.update(_key(sequences, context_tokens), place, math.log(seconds / curve))
+
+    def _alone_at(self, rows: int) -> tuple[float, Place]:
+        """Seconds of such a step of one sequence on the curve, and where it is corrected."""
+        if rows >= len(self._alone):
+            self._tabulate(2 * rows)
+        left, right, weight = self._places
+        return float(self._alone[rows]), (int(left[rows]), int(right[rows]), float(weight[rows]))
 
     def _tabulate(self, rows: int) -> None:
         """What is looked up by rows in every step, for up to so many."""
         count = self._curve.padded(np.maximum(1, np.arange(rows + 1)))
         self._alone = self._curve.alone(count)
-        self._places = self._ratio.places(count)
+        left, right, weight = zip(*(self._ratio.place(float(c)) for c in count), strict=True)
+        self._places = np.array(left), np.array(right), np.array(weight)
 
 
 class DraftCosts:
@@ -129,11 +139,10 @@ class DraftCosts:
     def observe(self, sequences: int, nodes: int, seconds: float, drift: float, age: int) -> None:
         """A step waited so long for drafts, `age` steps after the last that did."""
         ratio = math.log(max(seconds, _SMALLEST_WAIT) / _draft_curve(sequences, nodes)) - drift
-        self._ratio.update(_draft_key(sequences), float(nodes), ratio, age)
+        self._ratio.update(_draft_key(sequences), self._ratio.place(nodes), ratio, age)
 
     def _predict(self, sequences: int, nodes: int, drift: float, optimism: float) -> float:
-        places = self._ratio.places(np.array([nodes]))
-        ratio = float(self._ratio.log_ratio(_draft_key(sequences), places, optimism)[0])
+        ratio = self._ratio.log_ratio(_draft_key(sequences), self._ratio.place(nodes), optimism)
         return _draft_curve(sequences, nodes) * math.exp(ratio + drift)
 
 

@@ -1,9 +1,13 @@
 """A running estimate of how measured times relate to a curve, on a machine whose speed drifts."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
+
+Place = tuple[int, int, float]
+"""Where a point lies: the knots on both sides and how far it is to the right one, 0 to 1."""
 
 _NOISE = 0.12
 """Of one measurement, as a standard deviation of logs: 0.12 is about 12 %."""
@@ -32,39 +36,49 @@ class DriftingRatio:
 
         Spreads: standard deviations of what level and corrections may be before anything is measured.
         """
-        self._knots = np.log(np.asarray(knots, dtype=float))
+        self._knots = [math.log(knot) for knot in knots]
         self._spread = correction_spread
-        self._tables: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
         self._outliers = 0
         self.count = 0
         """Measurements so far."""
         self.level = 0.0
         self._level_variance = level_spread**2
 
-    def places(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Where each x lies: the knots on both sides and how far it is to the right one, 0 to 1."""
-        place = np.interp(np.log(x), self._knots, np.arange(len(self._knots)))
-        left = np.floor(place).astype(int)
-        return left, np.minimum(left + 1, len(self._knots) - 1), place - left
+    def place(self, x: float) -> Place:
+        """Where x lies."""
+        knots, at = self._knots, math.log(x)
+        last = len(knots) - 1
+        left = bisect_right(knots, at) - 1
+        if left < 0 or left >= last:
+            end = min(max(left, 0), last)
+            return end, min(end + 1, last), 0.0
+        return left, left + 1, (at - knots[left]) / (knots[left + 1] - knots[left])
 
-    def log_ratio(
-        self, key: tuple[int, ...], places: tuple[np.ndarray, np.ndarray, np.ndarray], optimism: float = 0.0
-    ) -> np.ndarray:
-        """The estimate at each place, less so many standard deviations of the correction there: of how little is known
-        beyond the level."""
+    def log_ratio(self, key: tuple[int, ...], place: Place, optimism: float = 0.0) -> float:
+        """The estimate there, less so many standard deviations of the correction: of how little is known beyond the
+        level."""
         values, variances = self._table(key)
-        left, right, weight = places
+        left, right, weight = place
+        before, after = (self.level + values[i] - optimism * math.sqrt(variances[i]) for i in (left, right))
+        return before + weight * (after - before)
+
+    def log_ratios(
+        self, key: tuple[int, ...], left: np.ndarray, right: np.ndarray, weight: np.ndarray, optimism: float = 0.0
+    ) -> np.ndarray:
+        """The same at many places."""
+        values, variances = (np.array(part) for part in self._table(key))
         at_knots = self.level + values - optimism * np.sqrt(variances)
         before = at_knots[left]
         return before + weight * (at_knots[right] - before)
 
-    def update(self, key: tuple[int, ...], x: float, log_ratio: float, age: int = 1) -> None:
+    def update(self, key: tuple[int, ...], place: Place, log_ratio: float, age: int = 1) -> None:
         """Take in a measurement; `age`: steps since the one before, in which the level may have drifted."""
         values, variances = self._table(key)
-        left, right, weight = (float(v[0]) for v in self.places(np.array([x])))
-        weights = {int(left): 1.0 - weight}
+        left, right, weight = place
+        weights = {left: 1.0 - weight}
         if weight:
-            weights[int(right)] = weight
+            weights[right] = weight
         if self.count:
             drifted = self._level_variance + age * _DRIFT**2
             self._level_variance = min(drifted, max(self._level_variance, _LEVEL_SPREAD**2))
@@ -85,20 +99,21 @@ class DriftingRatio:
             values[i] += gain * error
             variances[i] *= 1 - gain * w
             variances[i] -= _WEAR**2
-        np.clip(variances + _WEAR**2, 0.0, self._spread**2, out=variances)
+        most = self._spread**2
+        variances[:] = [min(max(variance + _WEAR**2, 0.0), most) for variance in variances]
         gain = self._level_variance / total
         self.level += gain * error
         self._level_variance *= 1 - gain
         self.count += 1
 
-    def _table(self, key: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _table(self, key: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """Corrections and their variances; a new key starts from its nearest neighbour's, less sure of them."""
         table = self._tables.get(key)
         if table is None:
-            values, variances = np.zeros(len(self._knots)), np.full(len(self._knots), self._spread**2)
+            values, variances = [0.0] * len(self._knots), [self._spread**2] * len(self._knots)
             if self._tables:
                 nearest = min(self._tables, key=lambda k: sum(abs(a - b) for a, b in zip(k, key, strict=True)))
-                values, known = self._tables[nearest][0].copy(), self._tables[nearest][1]
-                variances = np.maximum(known, variances / 9)
+                values = self._tables[nearest][0].copy()
+                variances = [max(variance, self._spread**2 / 9) for variance in self._tables[nearest][1]]
             table = self._tables[key] = values, variances
         return table

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -37,28 +36,16 @@ class Paths:
     @classmethod
     def of(cls, drafts: Sequence[Draft], sampled: Sequence[bool]) -> "Paths":
         lengths = np.array([len(draft) for draft in drafts])
-        width = int(lengths.max(initial=0))
-        inside = np.arange(width) < lengths[:, None]
-        # Column 0 is the root. Each node's sum doubles the stretch of its path it covers until all have met the root.
-        first = np.arange(len(drafts))[:, None] * (width + 1)
-        above = np.broadcast_to(first, (len(drafts), width + 1)).copy()
-        sums = np.zeros((len(drafts), width + 1))
-        nodes = int(lengths.sum())
-        sums[:, 1:][inside] = np.fromiter(chain.from_iterable(draft.log_probs for draft in drafts), float, nodes)
-        above[:, 1:][inside] += np.fromiter(chain.from_iterable(draft.parents for draft in drafts), int, nodes)
-        depths = np.zeros((len(drafts), width + 1), dtype=int)
-        depths[:, 1:][inside] = 1
-        total, link, depth = sums.ravel(), above.ravel(), depths.ravel()
-        root = np.repeat(first.ravel(), width + 1)
-        while (link != root).any():
-            total = total + total[link]
-            depth = depth + depth[link]
-            link = link[link]
-        probabilities = np.exp(np.minimum(0.0, total.reshape(sums.shape)[:, 1:])) * inside
+        shape = len(drafts), int(lengths.max(initial=0))
+        sums, depths = np.full(shape, -np.inf), np.zeros(shape, dtype=int)
+        for row, draft in enumerate(drafts):
+            sums[row, : len(draft)] = draft.path_log_probs()
+            depths[row, : len(draft)] = draft.depths
+        probabilities = np.exp(np.minimum(0.0, sums))
         bins = np.minimum((probabilities * _BINS).astype(int), _BINS - 1)
-        depth = np.minimum(depth.reshape(sums.shape)[:, 1:], MAX_DEPTH)
         draws = np.array(sampled, dtype=bool)
-        return cls(probabilities, (depth * _BINS + bins) * inside + draws[:, None] * _DEPTH_CELLS, lengths, draws)
+        cells = np.minimum(depths, MAX_DEPTH) * _BINS + bins + draws[:, None] * _DEPTH_CELLS
+        return cls(probabilities, cells, lengths, draws)
 
     def only(self, chosen: np.ndarray) -> "Paths":
         """Of some of the drafts; chosen: [drafts] bool."""
@@ -81,8 +68,8 @@ class Calibration:
     """
 
     def __init__(self) -> None:
-        self._expected = np.zeros((2, MAX_DEPTH + 1, _BINS))
-        self._accepted = np.zeros((2, MAX_DEPTH + 1, _BINS))
+        self._seen = np.zeros((2, 2, MAX_DEPTH + 1, _BINS))
+        """[expected or accepted, sampled or not, depth, bin]"""
         self._ratios = np.ones(2 * _DEPTH_CELLS)
 
     def gains(self, probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
@@ -93,24 +80,25 @@ class Calibration:
         self, probabilities: np.ndarray, cells: np.ndarray, accepted: np.ndarray, greedy: int, sampled: int
     ) -> None:
         """Verified nodes of so many greedy and sampled drafts, flat, and which were accepted (bool)."""
-        size, shape = self._expected.size, self._expected.shape
-        forget = _FORGET ** np.array([greedy, sampled])[:, None, None]
-        self._expected = forget * self._expected + np.bincount(cells, probabilities, size).reshape(shape)
-        self._accepted = forget * self._accepted + np.bincount(cells, accepted, size).reshape(shape)
-        ratios = np.ones((1, 1, 1))
-        for axes in ((0, 1, 2), (1, 2), (2,), ()):
-            found, thought = (table.sum(axis=axes, keepdims=True) for table in (self._accepted, self._expected))
+        seen = self._seen
+        seen *= np.array([_FORGET**greedy, _FORGET**sampled])[:, None, None]
+        for table, weights in zip(seen, (probabilities, accepted), strict=True):
+            table += np.bincount(cells, weights, table.size).reshape(table.shape)
+        by_depth = seen.sum(axis=3, keepdims=True)
+        by_sort = by_depth.sum(axis=2, keepdims=True)
+        ratios: np.ndarray | float = 1.0
+        for thought, found in (by_sort.sum(axis=1, keepdims=True), by_sort, by_depth, seen):
             ratios = (found + _PRIOR * ratios) / (thought + _PRIOR)
-        self._ratios = ratios.ravel()
+        self._ratios = np.ravel(ratios)
 
     def deviation(self, greedy: bool, sampled: bool) -> float:
         """Relative standard deviation of what nodes of these sorts are expected to add: that of a count of the
         acceptances seen."""
-        return 1 / math.sqrt(1 + float(self._accepted[[greedy, sampled]].sum()))
+        return 1 / math.sqrt(1 + float(self._seen[1, [greedy, sampled]].sum()))
 
     def per_depth(self) -> list[float]:
         """Accepted over expected at depth 1, 2, ... as far as nodes were verified."""
-        expected, accepted = self._expected.sum(axis=(0, 2)), self._accepted.sum(axis=(0, 2))
+        expected, accepted = self._seen.sum(axis=(1, 3))
         return [float(a / e) for a, e in zip(accepted[1:], expected[1:], strict=True) if e > 0.01]
 
 
