@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tandem.errors import Overloaded, Unavailable, invalid
-from tandem.spans import DecodeStep
 from tandem.step_timing import StepTiming
 from verifier_service.drafters import Drafter
 from verifier_service.drafting import Drafting, DraftReply
@@ -22,6 +21,7 @@ from verifier_service.expert_load import ExpertLoad
 from verifier_service.last_draft import VerifiedDraft
 from verifier_service.load import GraphBucket, Load, RecentSteps, Totals
 from verifier_service.metrics import VerifierMetrics
+from verifier_service.outcome import Outcome
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import FinishReason, PendingDraft, Sequence, SequenceRequest
 from verifier_service.speculation.planner import SpeculationPlanner
@@ -202,9 +202,9 @@ class Engine:
         self._asked_in = time.perf_counter() - ended
         for outcome in outcomes:
             if outcome.segment.samples:
-                timing = self._timing(outcome, result, started, ended)
+                timing = outcome.timing(result, started, ended)
                 if outcome.segment.sequence.request.spans:
-                    _tell(outcome, timing, plan, result, started, ended)
+                    outcome.tell(timing, plan, result, started, ended)
                 self._emit(outcome, timing)
         self._free_since = time.perf_counter()
         seconds = self._free_since - planned_at - self._asked_in
@@ -224,7 +224,7 @@ class Engine:
         if used:
             self._planner.observe_wait(used, max(0.0, planned_at - self._free_since) + self._asked_in)
 
-    def _commit(self, segment: Segment, verdict: Verdict) -> "_Outcome":
+    def _commit(self, segment: Segment, verdict: Verdict) -> Outcome:
         """Take over what a step decided for a sequence."""
         sequence = segment.sequence
         sequence.committed += len(verdict.accepted_rows)
@@ -239,27 +239,9 @@ class Engine:
         if sequence.finish_reason:
             self._scheduler.remove(sequence)
             self._drafting.forget(sequence)
-        return _Outcome(segment, verdict, kept, used)
+        return Outcome(segment, verdict, kept, used)
 
-    def _timing(self, outcome: "_Outcome", result: StepResult, started: float, ended: float) -> StepTiming | None:
-        """Where the time since the sequence's previous emission went; None for the prompt's own step."""
-        segment, used = outcome.segment, outcome.used
-        previous, segment.sequence.last_emission = segment.sequence.last_emission, ended
-        if previous is None or len(segment.token_ids) > 1:
-            return None
-        waited = started - used.requested_at if used else 0.0
-        drafting = min(used.compute_us / 1e6, waited) if used else 0.0
-        return StepTiming(
-            draft_us=round(drafting * 1e6),
-            transfer_us=round((waited - drafting) * 1e6),
-            verify_us=round(result.forward_seconds * 1e6),
-            host_us=max(0, round((ended - previous - waited - result.forward_seconds) * 1e6)),
-            rows=result.rows,
-            drafted=segment.nodes,
-            accepted=min(len(outcome.verdict.token_ids) - 1, outcome.kept),
-        )
-
-    def _emit(self, outcome: "_Outcome", timing: StepTiming | None) -> None:
+    def _emit(self, outcome: Outcome, timing: StepTiming | None) -> None:
         sequence, verdict, kept = outcome.segment.sequence, outcome.verdict, outcome.kept
         self._totals.emitted += kept
         self._metrics.generation_tokens.inc(kept)
@@ -354,45 +336,5 @@ class Engine:
         self._sinks.pop(sequence.id)(last)
 
 
-def _tell(
-    outcome: "_Outcome", timing: StepTiming | None, plan: StepPlan, result: StepResult, started: float, ended: float
-) -> None:
-    """Tell a traced sequence's spans of a step that emitted for it."""
-    segment = outcome.segment
-    sequence = segment.sequence
-    spans = sequence.request.spans
-    assert spans
-    if timing is None:
-        spans.prefilled(ended, sequence.request.prompt_length, sequence.cached_prompt_tokens)
-        return
-    spans.stepped(
-        DecodeStep(
-            started=started,
-            ended=ended,
-            mode=sequence.request.speculation_mode.value,
-            sequences=len(plan.segments),
-            rows=sum(s.rows for s in plan.segments),
-            bucket=result.rows,
-            nodes=timing.drafted,
-            accepted=timing.accepted,
-            tokens=outcome.kept,
-            asked=outcome.used is not None,
-            draft_recorded=outcome.used is not None and outcome.used.span is not None,
-        )
-    )
-
-
 def _raise(error: Exception) -> None:
     raise error
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """What a step did to one sequence."""
-
-    segment: Segment
-    verdict: Verdict
-    kept: int
-    """Tokens emitted: the verdict's, up to the first that ends the sequence."""
-    used: PendingDraft | None
-    """The draft request the step used up."""
