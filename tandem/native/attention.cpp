@@ -25,6 +25,7 @@ struct Reader {
 // Buffers of a thread, kept from call to call.
 struct Scratch {
     std::vector<Reader> readers;
+    std::vector<float> queries;  // [queries, dim]
     std::vector<float> scores;   // [queries, stride]
     std::vector<uint32_t> keys;  // 16 keys, two dimensions of each side by side: [dim / 2, 16]
     std::vector<float> values;   // [queries, dim]
@@ -64,13 +65,16 @@ void transpose_keys(
 }
 
 template <int count>
-void score(const uint32_t* keys, const uint16_t* const* q, int dim, float scale, float* const* to) {
+void score(const uint32_t* keys, const float* const* q, int dim, float scale, float* const* to) {
     Floats sums[count][2] = {};
-    for (int pair = 0; pair < dim / 2; pair += 2)
-        for (int odd = 0; odd < 2; odd++) {
-            Words two = load<Words>(keys + (pair + odd) * kLanes);
-            for (int i = 0; i < count; i++) sums[i][odd] = dot2(sums[i][odd], two, q[i] + 2 * (pair + odd));
+    for (int pair = 0; pair < dim / 2; pair++) {
+        Words two = load<Words>(keys + pair * kLanes);
+        Floats even = (Floats)(two << 16), odd = (Floats)(two & 0xffff0000u);
+        for (int i = 0; i < count; i++) {
+            sums[i][0] = fma(even, all(q[i][2 * pair]), sums[i][0]);
+            sums[i][1] = fma(odd, all(q[i][2 * pair + 1]), sums[i][1]);
         }
+    }
     for (int i = 0; i < count; i++) store(to[i], (sums[i][0] + sums[i][1]) * scale);
 }
 
@@ -180,17 +184,21 @@ void AttentionPlan::attend(int index, int kv_head, const uint16_t* q, const uint
     s.keys.resize(dim / 2 * kLanes);
     s.values.assign((size_t)queries * dim, 0.0f);
     s.inverse.resize(queries);
-    auto query = [&](int i) { return q + (size_t)(tile.first_row + i / group) * row_size + (size_t)(kv_head * group + i % group) * dim; };
+    s.queries.resize((size_t)queries * dim);
+    for (int i = 0; i < queries; i++) {
+        const uint16_t* from = q + (size_t)(tile.first_row + i / group) * row_size + (size_t)(kv_head * group + i % group) * dim;
+        for (int d = 0; d < dim; d += kLanes) store(&s.queries[(size_t)i * dim + d], load_bf16(from + d));
+    }
     auto scores = [&](int i) { return s.scores.data() + (size_t)i * stride; };
     auto result = [&](int i) { return s.values.data() + (size_t)i * dim; };
 
     for (int first = 0; first < end; first += kLanes) {
         transpose_keys(keys, slots, first, end, slot_size, dim, s.keys.data());
         for (int i = 0; i < queries; i += kTogether) {
-            const uint16_t* from[kTogether];
+            const float* from[kTogether];
             float* to[kTogether];
             int count = std::min(kTogether, queries - i);
-            for (int j = 0; j < count; j++) from[j] = query(i + j), to[j] = scores(i + j) + first;
+            for (int j = 0; j < count; j++) from[j] = s.queries.data() + (size_t)(i + j) * dim, to[j] = scores(i + j) + first;
             switch (count) {
                 case 4: score<4>(s.keys.data(), from, dim, shape_.scale, to); break;
                 case 3: score<3>(s.keys.data(), from, dim, shape_.scale, to); break;

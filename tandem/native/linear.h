@@ -46,17 +46,17 @@ class Matrix {
 
 constexpr int kRowTile = 8;  // rows that share a load of the weights: their sums fit in 32 registers
 
-// Rows on their way into a product, in the forms that its matrices need. Those in 8 bits lie in tiles of 8 rows, group
+// Rows on their way into a product, in the forms that its matrices need: fp32 for bf16, 8 bits for others. These lie in tiles of 8 rows, group
 // by group, so that a product reaches all of a tile from one address.
 class Activations {
   public:
-    void need(Form form) { (form == Form::bf16 ? bf16_ : int8_) = true; }
+    void need(Form form) { (form == Form::bf16 ? floats_ : int8_) = true; }
     // Room for so many rows of so many columns; what was there is lost.
     void resize(int rows, int columns);
     // Columns [first, first + count) of a row; first and count are multiples of 32.
     void set(int row, int first, int count, const float* values);
 
-    const uint16_t* bf16(int row) const { return bf16_values_.data() + (size_t)row * columns_; }
+    const float* floats(int row) const { return values_.data() + (size_t)row * columns_; }
     // A group of a row in 8 bits: values * scale.
     struct Group {
         int8_t values[kRowTile][kGroup];
@@ -67,9 +67,9 @@ class Activations {
     const Group* int8(int row) const { return groups_.data() + (size_t)row / kRowTile * (columns_ / kGroup); }
 
   private:
-    bool bf16_ = false, int8_ = false;
+    bool floats_ = false, int8_ = false;
     int columns_ = 0;
-    std::vector<uint16_t> bf16_values_;
+    std::vector<float> values_;
     std::vector<Group> groups_;
 };
 

@@ -103,19 +103,6 @@ inline Ints dot4(Ints acc, Words w, const int8_t* x) {
 #endif
 }
 
-// acc + the sum over two neighbours of w (bf16, 32 of them) times x (bf16, two of them), per lane.
-inline Floats dot2(Floats acc, Words w, const uint16_t* x) {
-    uint32_t two;
-    std::memcpy(&two, x, 4);
-#if defined(__AVX512BF16__)
-    return (Floats)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int32_t)two));
-#else
-    Words both = Words{} + two;
-    acc = fma((Floats)(w << 16), (Floats)(both << 16), acc);
-    return fma((Floats)(w & 0xffff0000u), (Floats)(both & 0xffff0000u), acc);
-#endif
-}
-
 inline float from_half(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 0x1f, fraction = h & 0x3ff;
     float value;
