@@ -13,7 +13,7 @@ import torch
 from benchmarks.device_time import copy_ceiling, seconds_per_pass
 from benchmarks.random_weights import KIMI_K2_4_LAYERS, QWEN3_8B, RandomFolder, tiny
 from benchmarks.verify_cost import Cell, blocks_of, segments_of
-from tandem.graphs import CudaDriver, EagerDriver
+from tandem.graphs import driver_for
 from tandem.kernels.expert_stack import ExpertStack, StackedLinears
 from tandem.kernels.fused_moe import fused_moe
 from tandem.kernels.paged_attention import paged_attention, rows_per_tile
@@ -112,7 +112,7 @@ def _verify(config: dict[str, Any], where: Where) -> Iterator[Row]:
     model = load_model(RandomFolder(config, where.device), where.dtype, where.device)
     cells = [Cell(1 + nodes, batch, context) for nodes in where.nodes for batch in where.batches]
     blocks = 1 + max(cell.sequences * blocks_of(cell, BLOCK_TOKENS) for cell in cells)
-    driver = CudaDriver(where.device) if where.device.type == "cuda" else EagerDriver()
+    driver = driver_for(where.device)
     limits = BucketLimits(
         rows=max(c.sequences * c.rows_per_sequence for c in cells),
         sequences=max(where.batches),

@@ -1,6 +1,5 @@
 """The integers of a draft step, side by side in one buffer: its rows, and what each kind of layer lets them look at."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from drafter_service.context_blocks import PADDING_BLOCK, PagedContext
 from drafter_service.draft_model import BlockRequest
 from tandem.checkpoints.draft_config import DraftConfig, DraftLayer
 from tandem.kernels.paged_attention import rows_per_tile
-from tandem.kernels.step_tables import WORD_BITS, StepTables, TableShape, pieces
+from tandem.kernels.step_tables import WORD_BITS, StepTables, TableShape, length_of, pieces
 
 Ints = npt.NDArray[np.int32]
 
@@ -50,7 +49,7 @@ class InputShape:
     @property
     def size(self) -> int:
         """Integers in all."""
-        return sum(map(math.prod, self.parts))
+        return length_of(self.parts)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from drafter_service.draft_weights import ConvWeights, DraftWeights, load_weights
 from tandem.checkpoints.draft_config import DraftConfig
+from tandem.kernels.rms_norm import rms_norm
 from tandem.layers.dflash2 import grouped_conv, split_kernels
 from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
-from tandem.layers.norm import rms_norm
 from tandem.layers.rope import apply_rope, rope_table
 
 logger = logging.getLogger(__name__)

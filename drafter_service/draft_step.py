@@ -3,7 +3,6 @@
 The host writes one buffer of integers, one copy brings it to the device; what the step proposes comes back in one copy.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from drafter_service.slot_candidates import selector_log_probs
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.kernels.paged_attention import paged_attention
 from tandem.kernels.rope import keep_keys_and_values
-from tandem.kernels.step_tables import pieces
+from tandem.kernels.step_tables import length_of, pieces
 from tandem.kernels.top_k import top_k
 
 
@@ -56,7 +55,7 @@ class StepBuffers:
         )
         shapes = [InputShape.of(config, bucket.requests, blocks, block_tokens) for bucket in buckets]
         inputs = torch.zeros(max(shape.size for shape in shapes), dtype=torch.int32)
-        sizes = [sum(map(math.prod, _output_shapes(config, bucket))) for bucket in buckets]
+        sizes = [length_of(_output_shapes(config, bucket)) for bucket in buckets]
         outputs = torch.zeros(max(sizes), dtype=torch.int32)
         if device.type == "cpu":
             return cls(kv, inputs, inputs, outputs, outputs)
@@ -73,7 +72,7 @@ class DraftStep:
         self._host = DraftInputs.over(buffers.host_inputs, shape)
         self._sent = shape.size
         parts = _output_shapes(network.config, bucket)
-        self._read = sum(map(math.prod, parts))
+        self._read = length_of(parts)
         self._tokens, log_probs = pieces(buffers.outputs, parts)
         self._log_probs = log_probs.view(torch.float32)
         self._host_tokens, host_log_probs = pieces(buffers.host_outputs, parts)

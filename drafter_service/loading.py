@@ -16,6 +16,7 @@ from drafter_service.paged_draft_model import PagedDraftModel
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.config import DrafterConfig
 from tandem.errors import StartupError
+from tandem.native.choice import takes_native
 from tandem.torch_setup import pick_device, set_threads
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def load_draft_model(
         model = NativeDraftModel(network, int8, torch.get_num_threads())
         # What is left to torch is small, and its idle threads would spin on the cores that the target's need.
         torch.set_num_threads(1)
-    elif graphs.mode == "on" or (graphs.mode == "auto" and device.type == "cuda"):
+    elif graphs.fixed_shapes(device.type):
         model = PagedDraftModel(network, metrics, section.kv_blocks, section.kv_block_tokens, graphs.eager_fallback)
     else:
         model = DraftModel(network)
@@ -62,18 +63,13 @@ def load_draft_model(
 def _takes_native(section: DrafterConfig, config: DraftConfig, dtype: torch.dtype, device: torch.device) -> bool:
     if section.cpu_kernels == "torch":
         return False
+    if device.type != "cpu" and section.cpu_kernels == "auto":
+        return False
     reason = f"the device is {device.type}" if device.type != "cpu" else None
     if section.graphs.mode == "on":
         reason = reason or "graphs are on"
     reason = reason or why_not_native(config, dtype)
-    if reason is None:
-        logger.info("the draft model runs on the CPU's native path")
-        return True
-    if section.cpu_kernels == "native":
-        raise StartupError(f"drafter.cpu_kernels: native is not possible here: {reason}")
-    if device.type == "cpu":
-        logger.info("the draft model runs in torch, not on the CPU's native path: %s", reason)
-    return False
+    return takes_native(section.cpu_kernels, reason, "draft model", "drafter.cpu_kernels")
 
 
 def _warm_up(model: ServedModel[Any]) -> None:

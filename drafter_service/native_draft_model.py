@@ -13,9 +13,8 @@ from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.draft_tree import Candidates, Draft
 from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
-from tandem.layers.rope import rope_table
 from tandem.native.block_network import BlockNetwork, Rows
-from tandem.native.library import BLOCK, GROUP, LayerWeights, Matrix, Sizes, load, why_not_here
+from tandem.native.library import LayerWeights, Matrix, Sizes, load, rotations, why_not_here
 from tandem.speculation import DraftShape
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 
 def why_not_native(config: DraftConfig, dtype: torch.dtype) -> str | None:
     """What keeps this draft model from the native path; None: nothing. Builds the library if that was not done yet."""
-    group = config.num_attention_heads // config.num_key_value_heads * config.head_dim
     for wrong, reason in (
         (config.dflash2 is not None, "it is a DFlash2 draft model"),
         (any(layer.causal or layer.window is not None for layer in config.layers), "it has causal or sliding layers"),
@@ -34,16 +32,7 @@ def why_not_native(config: DraftConfig, dtype: torch.dtype) -> str | None:
     ):
         if wrong:
             return reason
-    for what, size, step in (
-        ("hidden_size", config.hidden_size, GROUP),
-        ("intermediate_size", config.intermediate_size, GROUP),
-        ("the width of the heads that share a key", group, GROUP),
-        ("head_dim", config.head_dim, BLOCK),
-        ("the head's vocabulary", config.draft_vocab_size or config.vocab_size, BLOCK),
-    ):
-        if size % step:
-            return f"{what}, {size}, is not a multiple of {step}"
-    return why_not_here()
+    return _sizes(config).misfit("the head's vocabulary") or why_not_here()
 
 
 class NativeDraftModel:
@@ -61,19 +50,9 @@ class NativeDraftModel:
         self._draft_tokens = network.weights.draft_tokens
         self._warned = False
         weights = network.weights
-        sizes = Sizes(
-            config.num_hidden_layers,
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.draft_vocab_size or config.vocab_size,
-            config.rms_norm_eps,
-        )
         self._blocks = BlockNetwork(
             load(),
-            sizes,
+            _sizes(config),
             [_layer(network, index, int8) for index in range(config.num_hidden_layers)],
             _matrix(_stored(weights.head), int8),
             weights.norm.float(),
@@ -149,9 +128,20 @@ class NativeDraftModel:
             self._set_rope(max(positions, 2 * self._blocks.positions))
 
     def _set_rope(self, positions: int) -> None:
-        half = self.config.head_dim // 2
-        table = rope_table(self.config.rope, self.config.head_dim, positions, torch.float32)
-        self._blocks.set_rope(torch.stack((table[:, 0, :half], table[:, 1, half:]), dim=1))
+        self._blocks.set_rope(rotations(self.config.rope, self.config.head_dim, positions))
+
+
+def _sizes(config: DraftConfig) -> Sizes:
+    return Sizes(
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.draft_vocab_size or config.vocab_size,
+        config.rms_norm_eps,
+    )
 
 
 def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:

@@ -12,7 +12,7 @@ from drafter_service.draft_step import DraftBucket, DraftStep, StepBuffers
 from drafter_service.metrics import DrafterMetrics
 from tandem.draft_tree import Candidates, Draft
 from tandem.errors import StartupError
-from tandem.graphs import BucketState, CapturedSteps, CudaDriver, Driver, EagerDriver
+from tandem.graphs import BucketState, CapturedSteps, Driver, driver_for
 from tandem.speculation import DraftShape
 
 _REQUESTS = (32, 16, 8, 4, 2, 1)
@@ -44,9 +44,7 @@ class PagedDraftModel:
             raise StartupError(f"drafter.kv_blocks: {blocks} blocks of {block_tokens} tokens: {error}") from None
         self._slots = self._buffers.kv.flatten(1, 2)
         self._steps = {bucket: DraftStep(network, self._buffers, bucket) for bucket in buckets}
-        if driver is None:
-            driver = CudaDriver(network.device) if network.device.type == "cuda" else EagerDriver()
-        self._captured: CapturedSteps[DraftBucket] = CapturedSteps(driver, eager_fallback)
+        self._captured: CapturedSteps[DraftBucket] = CapturedSteps(driver or driver_for(network.device), eager_fallback)
         self._captured.capture([(bucket, step.run) for bucket, step in self._steps.items()])
         self._count_buckets()
 

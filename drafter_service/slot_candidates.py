@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from drafter_service.draft_weights import SelectorWeights
 from tandem.draft_tree import Candidates, Draft
-from tandem.layers.argmax import argmax_rows
+from tandem.kernels.top_k import top_k
 from tandem.layers.dflash2 import transition_scores
 from tandem.layers.top_k import top_k_rows
 
@@ -17,9 +17,10 @@ def greedy_blocks(logits: torch.Tensor, draft_tokens: torch.Tensor | None, slots
 
     logits [rows, head] fp32; draft_tokens [head]: the token of each column; slots: rows of each block.
     """
-    tokens = argmax_rows(logits)
-    log_probs = (logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)).tolist()
-    flat_tokens = (tokens if draft_tokens is None else draft_tokens[tokens]).tolist()
+    values, tokens, log_sums = top_k(logits, 1)
+    log_probs = (values[:, 0] - log_sums).tolist()
+    best = tokens[:, 0]
+    flat_tokens = (best if draft_tokens is None else draft_tokens[best]).tolist()
     return [Draft.block(flat_tokens[rows], log_probs[rows]) for rows in _of_blocks(slots)]
 
 
@@ -27,8 +28,8 @@ def independent_candidates(
     logits: torch.Tensor, draft_tokens: torch.Tensor | None, slots: Sequence[int], k: int
 ) -> list[Candidates]:
     """The k most probable tokens of every slot, for slots that do not see each other's proposals."""
-    values, tokens = top_k_rows(logits, k)
-    log_probs = (values - logits.logsumexp(dim=-1, keepdim=True))[:, None].tolist()
+    values, tokens, log_sums = top_k(logits, k)
+    log_probs = (values - log_sums[:, None])[:, None].tolist()
     flat_tokens = (tokens if draft_tokens is None else draft_tokens[tokens]).tolist()
     return [Candidates(flat_tokens[rows], log_probs[rows]) for rows in _of_blocks(slots)]
 

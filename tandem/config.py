@@ -201,6 +201,10 @@ class DraftGraphsConfig(_Section):
     eager_fallback: bool = True
     """Run what cannot be captured without; false makes that a start-up error."""
 
+    def fixed_shapes(self, device_type: str) -> bool:
+        """Whether steps have fixed shapes on a device of this type, "cpu" or "cuda"."""
+        return self.mode == "on" or (self.mode == "auto" and device_type == "cuda")
+
 
 class GraphsConfig(DraftGraphsConfig):
     """The `verifier.graphs:` section."""

@@ -92,6 +92,11 @@ class CudaDriver:
         self._pool = torch.cuda.graph_pool_handle()
 
 
+def driver_for(device: torch.device) -> Driver:
+    """What captures on this device, if anything does."""
+    return CudaDriver(device) if device.type == "cuda" else EagerDriver()
+
+
 class Fallback(Enum):
     """Why a bucket is not captured though the device could."""
 

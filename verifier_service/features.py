@@ -12,8 +12,8 @@ from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
 from tandem.kernels.kv_compaction import kv_compaction
+from tandem.kernels.rms_norm import rms_norm
 from tandem.layers.linear import Linear
-from tandem.layers.norm import rms_norm
 from verifier_service.models.target_config import TargetConfig
 
 

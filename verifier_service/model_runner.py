@@ -13,7 +13,7 @@ import torch
 
 from tandem.draft_tree import walk
 from tandem.errors import Unavailable
-from tandem.layers.argmax import argmax_rows, largest
+from tandem.layers.argmax import argmax_rows
 from tandem.sampling import SamplingParams
 from verifier_service.buckets import Bucket
 from verifier_service.features import FeaturePool, FeatureProjection
@@ -224,11 +224,7 @@ def _decide(segment: Segment, logits: torch.Tensor) -> Verdict:
     greedy = argmax_rows(logits).tolist() if request.sampling.greedy and logits.is_cuda else None
 
     def choose(index: int, depth: int) -> int:
-        if greedy:
-            return int(greedy[index])
-        if request.sampling.greedy:
-            return largest(logits[index])
-        return sample(logits[index], request.sampling, next_position + depth)
+        return int(greedy[index]) if greedy else sample(logits[index], request.sampling, next_position + depth)
 
     accepted, chosen = walk(segment.draft, choose)
     log_probs = []

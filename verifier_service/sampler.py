@@ -2,6 +2,7 @@
 
 import torch
 
+from tandem.layers.argmax import largest
 from tandem.position_random import position_uniforms
 from tandem.sampling import SamplingParams
 
@@ -17,7 +18,7 @@ def sample(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
     probability cannot trade places under rounding.
     """
     if params.greedy:
-        return int(logits.max(dim=-1).indices)
+        return largest(logits)
     probs = torch.softmax(logits.float() / params.temperature, dim=-1)
     kept = _filter(probs, params)
     weights = (probs if kept is None else probs[kept]).double().cumsum(0)

@@ -4,7 +4,7 @@ import torch
 
 from tandem.config import StackConfig, VerifierConfig
 from tandem.errors import StartupError
-from tandem.graphs import CudaDriver, Driver, EagerDriver
+from tandem.graphs import driver_for
 from verifier_service.buckets import BucketLimits
 from verifier_service.models.target_model import TargetModel
 from verifier_service.static_step import StaticPlan
@@ -21,8 +21,7 @@ def context_of(section: VerifierConfig, model: TargetModel) -> int:
 def plan_static(config: StackConfig, model: TargetModel, device: torch.device) -> StaticPlan | None:
     """None where verifier.graphs has steps run in the shapes they happen to have."""
     section = config.verifier
-    mode = section.graphs.mode
-    if mode == "off" or (mode == "auto" and device.type != "cuda"):
+    if not section.graphs.fixed_shapes(device.type):
         return None
     nodes = section.max_draft_nodes if config.speculates else 0
     sequences = section.max_running_sequences
@@ -33,5 +32,4 @@ def plan_static(config: StackConfig, model: TargetModel, device: torch.device) -
         nodes=nodes,
         context=context_of(section, model) + nodes,
     )
-    driver: Driver = CudaDriver(device) if device.type == "cuda" else EagerDriver()
-    return StaticPlan(limits, driver, section.graphs.eager_fallback, section.parallel.ep > 1)
+    return StaticPlan(limits, driver_for(device), section.graphs.eager_fallback, section.parallel.ep > 1)

@@ -6,14 +6,13 @@ integers to the device and one back. Plain tokens, chains, trees and prompt chun
 behind the last one see nothing and write to the padding block.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tandem.graphs import BucketState, CapturedSteps, Driver, Fallback, Step
-from tandem.kernels.step_tables import TableShape, pieces, words_of
+from tandem.kernels.step_tables import TableShape, length_of, pieces, words_of
 from tandem.kernels.walk import walk_rows
 from tandem.layers.argmax import argmax_rows
 from verifier_service.buckets import Bucket, BucketLimits, buckets_of, smallest_for
@@ -95,7 +94,7 @@ class StaticStep:
         self._blocks = -(-plan.limits.context // executor.block_tokens)
         on_gpu = device.type == "cuda"
         inputs = max(self._input_shape(b).size for b in self._buckets)
-        outputs = max(sum(math.prod(part) for part in self._output_parts(b)) for b in self._buckets)
+        outputs = max(length_of(self._output_parts(b)) for b in self._buckets)
         self._inputs_host, self._outputs_host = (
             torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu) for size in (inputs, outputs)
         )
@@ -178,7 +177,7 @@ class StaticStep:
     def _read(self, bucket: Bucket, outputs: _Outputs) -> None:
         """Wait for the results."""
         if self._copied and self._decides:
-            size = sum(math.prod(part) for part in self._output_parts(bucket))
+            size = length_of(self._output_parts(bucket))
             self._outputs_host[:size].copy_(self._outputs[:size], non_blocking=True)
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -6,7 +6,7 @@ row itself. Rows behind the last sequence's are padding: attention leaves zeros 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -78,7 +78,7 @@ class TableShape:
     @property
     def size(self) -> int:
         """Integers in all."""
-        return sum(math.prod(part) for part in self.parts)
+        return length_of(self.parts)
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,11 @@ class StepTables:
         arrays = [tensor.numpy() for tensor in tensors]
         arrays[3] = arrays[3].view(np.uint32)
         return tuple(arrays)
+
+
+def length_of(shapes: Iterable[tuple[int, ...]]) -> int:
+    """Of the arena that pieces() cuts into these."""
+    return sum(map(math.prod, shapes))
 
 
 def pieces(arena: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from tandem.kernels.step_tables import StepTables
+from tandem.layers.rope import RopeConfig, rope_table
 from tandem.native.build import CannotBuild, build, cpu_features
 
 Form = Literal["bf16", "q4", "q8"]
@@ -57,6 +58,25 @@ class Sizes:
     head_dim: int
     vocab: int
     eps: float
+
+    def misfit(self, head: str) -> str | None:
+        """The size that matrices cannot have here; None if all fit. head: what `vocab` is called."""
+        for what, size, step in (
+            ("hidden_size", self.hidden, GROUP),
+            ("intermediate_size", self.inner, GROUP),
+            ("the width of the heads that share a key", self.heads // self.kv_heads * self.head_dim, GROUP),
+            ("head_dim", self.head_dim, BLOCK),
+            (head, self.vocab, BLOCK),
+        ):
+            if size % step:
+                return f"{what}, {size}, is not a multiple of {step}"
+        return None
+
+
+def rotations(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
+    """[positions, 2, head_dim / 2] fp32: cos and sin of every position, as decoders take them."""
+    table, half = rope_table(rope, head_dim, positions, torch.float32), head_dim // 2
+    return torch.stack((table[:, 0, :half], table[:, 1, half:]), dim=1)
 
 
 @cache

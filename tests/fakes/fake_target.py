@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 
 from tandem.draft_tree import Draft, walk
+from tandem.sampling import SamplingParams
 from tandem.speculation import DraftShape, Round, SequenceDraft, SpeculationMode
 from verifier_service.drafters import Drafter
 from verifier_service.drafting import Drafting, DraftLimits, DraftReply
@@ -240,6 +241,25 @@ class Bench:
         self._thread = threading.Thread(target=self.engine.run, daemon=True)
         self._thread.start()
         self._count = 0
+
+    def answers(
+        self, mode: SpeculationMode, temperature: float, prompts: list[list[int]], max_tokens: int
+    ) -> list[Answer]:
+        """All prompts at once, each with its index as the seed, and what became of them."""
+        found = []
+        for i, prompt in enumerate(prompts):
+            request = SequenceRequest(
+                request_id=f"{mode.value}-{temperature}-{len(prompt)}-{i}",
+                token_ids=prompt,
+                prompt_length=len(prompt),
+                sampling=SamplingParams(temperature=temperature, seed=i),
+                max_tokens=max_tokens,
+                speculation_mode=mode,
+                max_draft_nodes=MAX_DRAFT_NODES,
+            )
+            found.append(Answer())
+            self.engine.submit(request, found[-1])
+        return [answer.wait() for answer in found]
 
     def submit(self, prompt: list[int], max_tokens: int, **changes: object) -> Answer:
         from tandem.sampling import SamplingParams

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.checkpoints.weights import AnyLinear
-from tandem.layers.norm import rms_norm
+from tandem.kernels.rms_norm import rms_norm
 from verifier_service.models.gqa import GroupedQueryAttention
 from verifier_service.models.mla import MultiHeadLatentAttention
 from verifier_service.models.mlp import Mlp

@@ -1,6 +1,5 @@
 """From a checkpoint folder to a target, or to one rank's part of it."""
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -11,6 +10,7 @@ from tandem.checkpoints.weights import AnyLinear, WeightReader
 from tandem.errors import StartupError
 from tandem.layers.linear import Linear
 from tandem.layers.rope import rope_table
+from tandem.native.choice import takes_native
 from verifier_service.models.architectures import read_config
 from verifier_service.models.decoder import DecoderModel, Layer
 from verifier_service.models.gqa import GroupedQueryAttention
@@ -23,8 +23,6 @@ from verifier_service.parallel.ranks import ALONE, OneRank, Parallel
 
 Placement = Mapping[int, Sequence[Sequence[int]]]
 """Per layer the ids of the experts that each rank holds; layers it lacks are split evenly in order of ids."""
-
-logger = logging.getLogger(__name__)
 
 _NOT_TEXT = ("vision_tower.", "mm_projector.")
 
@@ -71,13 +69,9 @@ def load_cpu_model(
     has. Otherwise auto takes torch, and the log says why; native is a StartupError."""
     config = read_config(folder)
     reason = why_not_native(config, folder, dtype, parallel)
-    if reason is None:
-        logger.info("the target runs on the CPU's native path")
+    if takes_native(kernels, reason, "target", "verifier.cpu_kernels"):
         reader = WeightReader(folder, dtype, torch.device("cpu"), folder.text_prefix, progress)
         return load_native(config, folder, reader, torch.get_num_threads())
-    if kernels == "native":
-        raise StartupError(f"verifier.cpu_kernels: native is not possible here: {reason}")
-    logger.info("the target runs in torch, not on the CPU's native path: %s", reason)
     return load_model(folder, dtype, torch.device("cpu"), parallel, placement, progress)
 
 

@@ -5,8 +5,7 @@ import torch
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.gguf_blocks import METHOD as GGUF_BLOCKS
 from tandem.checkpoints.weights import WeightReader
-from tandem.layers.rope import rope_table
-from tandem.native.library import BLOCK, GROUP, Decoder, LayerWeights, Matrix, Sizes, load, why_not_here
+from tandem.native.library import Decoder, LayerWeights, Matrix, Sizes, load, rotations, why_not_here
 from verifier_service.models.target_config import GroupedAttention, TargetConfig
 from verifier_service.models.target_model import ForwardBatch
 from verifier_service.parallel.ranks import Parallel
@@ -76,17 +75,7 @@ def why_not_native(
         return "its dtype is not bfloat16"
     if folder.quantization not in (None, GGUF_BLOCKS):
         return f"its weights are stored as {folder.quantization}"
-    group = config.heads // shape.kv_heads * shape.head_dim
-    for what, size, step in (
-        ("hidden_size", config.hidden_size, GROUP),
-        ("intermediate_size", config.intermediate_size, GROUP),
-        ("the width of the heads that share a key", group, GROUP),
-        ("head_dim", shape.head_dim, BLOCK),
-        ("vocab_size", config.vocab_size, BLOCK),
-    ):
-        if size % step:
-            return f"{what}, {size}, is not a multiple of {step}"
-    return why_not_here()
+    return _sizes(config, shape).misfit("vocab_size") or why_not_here()
 
 
 def load_native(config: TargetConfig, folder: CheckpointFolder, reader: WeightReader, threads: int) -> NativeDecoder:
@@ -100,10 +89,14 @@ def load_native(config: TargetConfig, folder: CheckpointFolder, reader: WeightRe
     norm = weights.norm("model.norm", config.hidden_size)
     reader.skip("lm_head.weight")
     reader.check_all_read()
-    half = shape.head_dim // 2
-    table = rope_table(config.rope, shape.head_dim, config.max_positions, torch.float32)
-    rope = torch.stack((table[:, 0, :half], table[:, 1, half:]), dim=1)
-    sizes = Sizes(
+    rope = rotations(config.rope, shape.head_dim, config.max_positions)
+    decoder = Decoder(load(), _sizes(config, shape), layers, embedding, head, norm, rope, threads)
+    in_layers = sum(m.nbytes for layer in layers for m in vars(layer).values() if isinstance(m, Matrix))
+    return NativeDecoder(config, decoder, in_layers, head.nbytes)
+
+
+def _sizes(config: TargetConfig, shape: GroupedAttention) -> Sizes:
+    return Sizes(
         config.layers,
         config.hidden_size,
         config.intermediate_size,
@@ -113,9 +106,6 @@ def load_native(config: TargetConfig, folder: CheckpointFolder, reader: WeightRe
         config.vocab_size,
         config.eps,
     )
-    decoder = Decoder(load(), sizes, layers, embedding, head, norm, rope, threads)
-    in_layers = sum(m.nbytes for layer in layers for m in vars(layer).values() if isinstance(m, Matrix))
-    return NativeDecoder(config, decoder, in_layers, head.nbytes)
 
 
 class _Weights:

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tandem.sampling import SamplingParams
 from tandem.speculation import DraftShape, Round, SequenceDraft, SpeculationMode
-from tests.fakes.fake_target import MAX_DRAFT_NODES, Answer, Bench, ThreadedDrafter
+from tests.fakes.fake_target import Bench, ThreadedDrafter
 from tests.fakes.tiny_models import VOCAB, random_target
 from tests.fakes.trees import tree_around
 from tests.unit.verifier.steps import BLOCK_TOKENS, make_runner
 from verifier_service.model_runner import ModelRunner
-from verifier_service.sequence import SequenceRequest
 from verifier_service.step import Segment, StepResult
 
 PROMPTS = [random.Random(i).choices(range(VOCAB), k=n) for i, n in enumerate((3, 16, 17, 40, 29, 8))]
@@ -50,25 +48,6 @@ def audited(bench: Bench, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(runner, "run", checked)
 
 
-def answers(
-    bench: Bench, mode: SpeculationMode, temperature: float, prompts: list[list[int]], count: int
-) -> list[Answer]:
-    found = []
-    for i, prompt in enumerate(prompts):
-        request = SequenceRequest(
-            request_id=f"{mode.value}-{len(prompt)}-{i}",
-            token_ids=prompt,
-            prompt_length=len(prompt),
-            sampling=SamplingParams(temperature=temperature, seed=i),
-            max_tokens=count,
-            speculation_mode=mode,
-            max_draft_nodes=MAX_DRAFT_NODES,
-        )
-        found.append(Answer())
-        bench.engine.submit(request, found[-1])
-    return [answer.wait() for answer in found]
-
-
 @pytest.mark.parametrize("blocks", [64, 10], ids=["much room", "little room"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_trees_change_speed_never_tokens(
@@ -80,16 +59,16 @@ def test_trees_change_speed_never_tokens(
     runner, _ = make_runner(tmp_path)
     bench = Bench(blocks=blocks, block_tokens=BLOCK_TOKENS, runner=runner)
     audited(bench, runner, monkeypatch)
-    plain = answers(bench, SpeculationMode.OFF, temperature, PROMPTS, TOKENS)
+    plain = bench.answers(SpeculationMode.OFF, temperature, PROMPTS, TOKENS)
     before = bench.metric("tandem_preemptions_total")
     texts = [[*p, *a.tokens] for p, a in zip(PROMPTS, plain, strict=True)]
     drafter = TreeDrafter(bench.engine, texts)
-    drafted = answers(bench, SpeculationMode.TREE, temperature, PROMPTS, TOKENS)
+    drafted = bench.answers(SpeculationMode.TREE, temperature, PROMPTS, TOKENS)
     assert [a.tokens for a in drafted] == [a.tokens for a in plain]
     counts = [a.last.sequence.counts for a in drafted]
     assert sum(c.accepted for c in counts) > sum(c.drafts for c in counts) / 2
     assert (bench.metric("tandem_preemptions_total") > before) == (blocks == 10)
-    resumed = answers(bench, SpeculationMode.OFF, temperature, [t[:-5] for t in texts], 5)
+    resumed = bench.answers(SpeculationMode.OFF, temperature, [t[:-5] for t in texts], 5)
     assert [a.tokens for a in resumed] == [t[-5:] for t in texts]
     cached = [a.last.sequence.cached_prompt_tokens for a in resumed]
     if blocks == 64:

@@ -14,16 +14,14 @@ from tandem.cli.status import _buckets
 from tandem.config import StackConfig
 from tandem.draft_tree import Draft
 from tandem.graphs import EagerDriver, Step
-from tandem.sampling import SamplingParams
 from tandem.speculation import DraftShape, Round, SequenceDraft, SpeculationMode
 from tandem.v1 import verification_pb2, verification_pb2_grpc
-from tests.fakes.fake_target import MAX_DRAFT_NODES, Answer, Bench, ThreadedDrafter
+from tests.fakes.fake_target import MAX_DRAFT_NODES, Bench, ThreadedDrafter
 from tests.fakes.served_verifier import served_verifier
 from tests.fakes.tiny_models import VOCAB, constant_draft, map_target, random_target
 from tests.fakes.trees import tree_around
 from tests.unit.verifier.steps import BLOCK_TOKENS, make_runner
 from verifier_service.buckets import BucketLimits
-from verifier_service.sequence import SequenceRequest
 from verifier_service.speculation.costs import StepCosts
 from verifier_service.speculation.warm_up import StepLimits, measure_steps
 from verifier_service.static_plan import plan_static
@@ -56,23 +54,6 @@ class Drafter(ThreadedDrafter):
         return drafts
 
 
-def answers(bench: Bench, mode: SpeculationMode, temperature: float) -> list[Answer]:
-    found = []
-    for i, prompt in enumerate(PROMPTS):
-        request = SequenceRequest(
-            request_id=f"{mode.value}-{temperature}-{i}",
-            token_ids=prompt,
-            prompt_length=len(prompt),
-            sampling=SamplingParams(temperature=temperature, seed=i),
-            max_tokens=TOKENS,
-            speculation_mode=mode,
-            max_draft_nodes=MAX_DRAFT_NODES,
-        )
-        found.append(Answer())
-        bench.engine.submit(request, found[-1])
-    return [answer.wait() for answer in found]
-
-
 class FaultyDriver(EagerDriver):
     """Says it captures; every third replay raises."""
 
@@ -99,7 +80,7 @@ def test_off_block_and_tree_emit_what_steps_of_any_shape_emit(
     random_target(tmp_path)
     runner, _ = make_runner(tmp_path)
     bench = Bench(block_tokens=BLOCK_TOKENS, runner=runner)
-    expected = {t: [a.tokens for a in answers(bench, SpeculationMode.OFF, t)] for t in (0.0, 0.8)}
+    expected = {t: [a.tokens for a in bench.answers(SpeculationMode.OFF, t, PROMPTS, TOKENS)] for t in (0.0, 0.8)}
     bench.close()
     static, _ = make_runner(tmp_path, static=StaticPlan(LIMITS, driver(), True, False))
     bench = Bench(blocks=12, block_tokens=BLOCK_TOKENS, runner=static)
@@ -107,10 +88,10 @@ def test_off_block_and_tree_emit_what_steps_of_any_shape_emit(
     drafters = []
     for temperature, tokens in expected.items():
         mine = texts[:6] if temperature == 0.0 else texts[6:]
-        assert [a.tokens for a in answers(bench, SpeculationMode.OFF, temperature)] == tokens
+        assert [a.tokens for a in bench.answers(SpeculationMode.OFF, temperature, PROMPTS, TOKENS)] == tokens
         drafters.append(Drafter(bench.engine, mine))
         for mode in (SpeculationMode.BLOCK, SpeculationMode.TREE):
-            drafted = answers(bench, mode, temperature)
+            drafted = bench.answers(mode, temperature, PROMPTS, TOKENS)
             assert [a.tokens for a in drafted] == tokens
             assert sum(a.last.sequence.counts.accepted for a in drafted) > 10
         drafters[-1].leave()

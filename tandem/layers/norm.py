@@ -1,5 +1,0 @@
-"""Normalisation."""
-
-from tandem.kernels.rms_norm import rms_norm
-
-__all__ = ["rms_norm"]
