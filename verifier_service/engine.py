@@ -206,9 +206,9 @@ class Engine:
                 if outcome.segment.sequence.request.spans:
                     outcome.tell(timing, plan, result, started, ended)
                 self._emit(outcome, timing)
-        self._free_since = time.perf_counter()
+        before, self._free_since = self._free_since, time.perf_counter()
         seconds = self._free_since - planned_at - self._asked_in
-        self._planner.observe(plan.segments, result.verdicts, seconds)
+        self._planner.observe(plan.segments, result.verdicts, seconds, self._free_since - before)
         self._count_step(plan, result, ended - started, sum(outcome.kept for outcome in outcomes))
 
     def _observe_queue(self, segments: list[Segment], now: float) -> None:

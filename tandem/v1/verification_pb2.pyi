@@ -462,7 +462,7 @@ class SpeculationState(_message.Message):
     asked_nodes: _builtins.int
     """Nodes asked for per sequence."""
     reason: _builtins.str
-    """Why: "learning", "pays", "no gain", "probing drafts", "probing plain steps" or "no drafter"."""
+    """Why: "learning", "pays", "no gain", "lost lately", "probing drafts", "probing plain steps" or "no drafter"."""
     gain: _builtins.float
     """Tokens per second by speculating over those of plain decoding."""
     expected_tokens: _builtins.float

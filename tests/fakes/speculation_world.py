@@ -147,6 +147,8 @@ class Drive:
     steps: int = 0
     slower: float = 0.0
     """Added to every round of drafts, seconds."""
+    hidden: float = 0.0
+    """What every step with drafts takes longer, seconds, beside the wait and the step that are measured."""
     sampled: bool = False
     """Whether the sequences sample."""
     chosen: list[tuple[Asked, int, int]] = field(default_factory=list)
@@ -167,20 +169,25 @@ class Drive:
         speed = 1 + world.drift * math.sin(self.steps / 300)
         order = controller.plan(DecodeLoad(n, n, 300.0, sampled=n if sampled else 0))
         asked = {Asked.NONE: 0, Asked.ONE: 1, Asked.ALL: n}[order.asked] if order.nodes else 0
-        rows, waited, nodes = n, 0.0, np.zeros(0, dtype=int)
+        rows, waited, cycle, nodes = n, 0.0, 0.0, np.zeros(0, dtype=int)
         if asked:
             waited = world.draft_seconds(asked, order.nodes) + self.slower
+            cycle = waited * speed * self._noise()
             picked = [rng.randrange(len(world.drafts)) for _ in range(asked)]
             paths = Paths.of([world.drafts[i].truncated(order.nodes) for i in picked], [sampled] * asked)
-            controller.observe_wait(asked, order.nodes, waited * speed * self._noise(), True)
+            controller.observe_wait(asked, order.nodes, cycle, True)
+            waited += self.hidden
+            cycle += self.hidden * speed
             controller.observe_drafts(paths, np.full(asked, order.nodes), np.ones(asked, dtype=bool))
             nodes = controller.budget(paths, n, n, n, n * 300.0).nodes[0]
             rows += int(nodes.sum())
         step = world.step_seconds(rows, n)
-        controller.observe_step(rows, n, n * 300.0, step * speed * self._noise())
-        emitted = float(n)
+        measured = step * speed * self._noise()
+        controller.observe_step(rows, n, n * 300.0, measured)
+        emitted, drawn = float(n), n
         if nodes.any():
             taken = [world.accepted(i, k) for i, k in zip(picked, nodes, strict=True)]
+            drawn += int(sum(t.sum() for t in taken))
             emitted += sum(world.expected(i, k) for i, k in zip(picked, nodes, strict=True))
             inside = np.arange(paths.cells.shape[1]) < nodes[:, None]
             verified = paths.probabilities[inside], paths.cells[inside]
@@ -188,6 +195,7 @@ class Drive:
             controller.calibration.observe(
                 *verified, np.concatenate(taken), 0 if sampled else drafted, drafted if sampled else 0
             )
+        controller.observe_cycle(n, n, n * 300.0, drawn, cycle + measured, order.asked is not Asked.NONE)
         self.chosen.append((order.asked, order.nodes, int(nodes.sum())))
         return emitted, waited + step
 

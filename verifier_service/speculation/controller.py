@@ -8,6 +8,7 @@ from enum import Enum
 
 import numpy as np
 
+from verifier_service.speculation.account import LossAccount
 from verifier_service.speculation.choice import Choice, choose
 from verifier_service.speculation.costs import DraftCosts, StepCosts
 from verifier_service.speculation.paths import Calibration, DraftMemory, Paths
@@ -24,8 +25,9 @@ _MOST_PROBE_CYCLES = 4
 """Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
-_TURN_ON = 1.015
-"""Gain over plain decoding from which drafts are asked for again; once they are, down to a gain of 1."""
+_TURN_ON, _TURN_OFF = 1.015, 0.97
+"""Gains over plain decoding from which drafts are asked for again, and below which no more. Between the two what is
+found out (the account) is better than what is estimated."""
 _REVIEW_STEPS, _MOST_REVIEW_STEPS = 16, 64
 """Steps after which the decision to ask is taken anew; more and more while nothing changes."""
 _REVIEW_PAUSE = 4
@@ -50,6 +52,7 @@ class Reason(Enum):
     LEARNING = "learning"
     PAYS = "pays"
     NO_GAIN = "no gain"
+    LOST = "lost lately"
     PROBING_DRAFTS = "probing drafts"
     PROBING_PLAIN = "probing plain steps"
 
@@ -120,6 +123,7 @@ class SpeculationController:
         """max_nodes: nodes of a draft at most."""
         self.steps = steps
         self.drafts = DraftCosts()
+        self._account = LossAccount()
         self.speculating = True
         """Whether drafts are asked for, probes apart. At first they are, to learn what they bring."""
         self.order = Order(Asked.NONE, 0, Reason.LEARNING)
@@ -152,6 +156,7 @@ class SpeculationController:
         """A drafter came: how fast it is is not known."""
         self.drafts.forget()
         self._forget_drafts()
+        self._account = LossAccount()
         self._probe_began, self._probe_cost = None, 0.0
         self._turn(True)
         self._until_review = 0
@@ -184,7 +189,7 @@ class SpeculationController:
                 nodes = next((count for count in _node_counts(self._max_nodes) if count > nodes), nodes)
             order = Order(Asked.ALL, nodes, Reason.PAYS)
         else:
-            order = Order(Asked.NONE, 0, Reason.NO_GAIN)
+            order = Order(Asked.NONE, 0, Reason.NO_GAIN if self._account.open else Reason.LOST)
         resumes = self.speculating or order.reason is Reason.LEARNING
         supplied = Asked.ALL if resumes and order.asked is Asked.NONE else order.asked
         if supplied not in (Asked.NONE, self.supplied):
@@ -255,6 +260,21 @@ class SpeculationController:
             self._plain_seen = self._busy, self._steps
         self.steps.observe(rows, sequences, context_tokens, seconds)
 
+    def observe_cycle(
+        self, sequences: int, decoding: int, context_tokens: float, emitted: int, seconds: float, drafted: bool
+    ) -> None:
+        """From the end of one step to the end of the next, one of `sequences` sequences and without prefill, it took so
+        long, whatever was done in it. decoding: sequences that a plain step would have had; drafted: whether drafts
+        were asked for or drafters sent what they need."""
+        if not self._informed:
+            return
+        plain = self.steps.predict(decoding, decoding, context_tokens / sequences * decoding)
+        self._account.pass_time(seconds / plain, decoding)
+        if drafted:
+            self._account.settle(emitted / decoding, seconds / plain, decoding)
+        if not self._account.open:
+            self._turn(False)
+
     def observe_wait(self, sequences: int, nodes: int, seconds: float, measured: bool) -> None:
         """The next step waits, or waited, so long for the drafts of these sequences. Not measured: the drafters were
         sent more than what one step commits, which takes longer."""
@@ -294,7 +314,7 @@ class SpeculationController:
         before = self.speculating, self.outlook.nodes, self._reviewed_for
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
         if self._informed:
-            self._turn(self.outlook.gain > (1.0 if self.speculating else _TURN_ON))
+            self._turn(self._account.open and self.outlook.gain > (_TURN_OFF if self.speculating else _TURN_ON))
         if not self._informed:
             self._review_every = _REVIEW_PAUSE
         elif before == (self.speculating, self.outlook.nodes, bucket):
@@ -349,7 +369,7 @@ class SpeculationController:
 
     def _due_probe(self, load: DecodeLoad) -> Order | None:
         """A few steps the other way, where they may cost what PROBE_SHARE of the time since the last allows."""
-        if not self._informed:
+        if not self._informed or not self._account.open:
             return None
         look = self.outlook
         seen, steps = self._plain_seen if self.speculating else self._drafts_seen

@@ -27,6 +27,16 @@ class _Drafted:
     """Of the whole step."""
 
 
+@dataclass(frozen=True)
+class _Cycle:
+    """A step to come, and the time since the one before."""
+
+    decoding: int
+    """Sequences that decode, whether they step or wait for a draft."""
+    drafted: bool
+    """Whether drafts were asked for, or drafters sent what they need."""
+
+
 class SpeculationPlanner:
     """Called by engine and scheduler, in the engine's thread."""
 
@@ -35,11 +45,15 @@ class SpeculationPlanner:
         self._drafting = drafting
         self._metrics = metrics
         self._drafted: _Drafted | None = None
+        self._cycle: _Cycle | None = None
+        self._next_cycle: _Cycle | None = None
+        """None where it is not the controller's to account for: nothing in auto mode, or others' drafts."""
 
     def orders(self, stepped: list[Sequence], running: list[Sequence]) -> dict[Sequence, DraftOrder]:
         """What to ask for now, of the sequences that just stepped."""
         orders: dict[Sequence, DraftOrder] = {}
         auto: list[Sequence] = []
+        self._next_cycle = None
         for sequence in stepped:
             request = sequence.request
             shape = _FIXED_SHAPES.get(request.speculation_mode)
@@ -61,6 +75,8 @@ class SpeculationPlanner:
         # In plain steps among those that draft, drafters are still sent what they will need.
         for sequence in auto:
             orders[sequence] = DraftOrder(min(order.nodes, sequence.request.max_draft_nodes), DraftShape.TREE)
+        if len(orders) == len(auto):
+            self._next_cycle = _Cycle(sum(s.uncommitted == 1 for s in running), bool(auto))
         return orders
 
     def budget(self, stepping: list[Sequence], prompt_rows: int) -> dict[Sequence, int]:
@@ -89,9 +105,10 @@ class SpeculationPlanner:
         self._drafted = _Drafted(sequences, paths, tokens)
         return nodes
 
-    def observe(self, segments: list[Segment], verdicts: list[Verdict], seconds: float) -> None:
-        """A step took so long, from planning to handing its tokens out."""
+    def observe(self, segments: list[Segment], verdicts: list[Verdict], seconds: float, cycle_seconds: float) -> None:
+        """A step took so long, from planning to handing its tokens out, and so long since the step before it ended."""
         drafted, self._drafted = self._drafted, None
+        cycle, self._cycle = self._cycle, self._next_cycle
         if drafted:
             self._calibrate(drafted, segments, verdicts)
         if any(len(s.token_ids) > 1 for s in segments):
@@ -100,6 +117,10 @@ class SpeculationPlanner:
         predicted = self._controller.steps.predict(rows, len(segments), context)
         self._controller.observe_step(rows, len(segments), context, seconds)
         emitted = sum(len(v.token_ids) for v in verdicts)
+        if cycle and cycle.decoding:
+            self._controller.observe_cycle(
+                len(segments), cycle.decoding, context, emitted, cycle_seconds, cycle.drafted or drafted is not None
+            )
         self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
         if self._drafting.pool and any(s.sequence.request.speculation_mode is SpeculationMode.AUTO for s in segments):
             self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
