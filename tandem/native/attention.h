@@ -33,8 +33,8 @@ class AttentionPlan {
     // Rows from here on belong to no sequence.
     int real_rows() const { return real_rows_; }
     // One tile for one kv head: q is bf16 [rows, heads * dim], kv one layer's pool [slots, 2, kv heads, dim] in bf16.
-    // The result goes to columns [kv_head * group * dim, ...) of out. A row's sums run over what it sees in order of
-    // positions, whatever shares its tile.
+    // The result goes to columns [kv_head * group * dim, ...) of out. A row takes what it sees in order of positions, in
+    // chunks counted from the first, whatever shares its tile.
     void attend(int tile, int kv_head, const uint16_t* q, const uint16_t* kv, Activations& out) const;
 
   private:
@@ -48,7 +48,10 @@ class AttentionPlan {
     HeadShape shape_;
     int real_rows_ = 0;
     std::vector<Tile> tiles_;
-    std::vector<std::vector<int32_t>> slots_;  // per sequence and position
+    // Per sequence and position, from the sequence's start on; behind its last up to a full span some slot of its own,
+    // behind all a few of no meaning, since reading asks for what it needs next.
+    std::vector<int32_t> slots_;
+    std::vector<size_t> starts_;
 };
 
 }  // namespace tandem

@@ -24,7 +24,9 @@ void finish(float* y, Floats value, bool add) { store(y, add ? load<Floats>(y) +
 // AVX512_BF16), for twice the columns.
 template <int rows, int blocks>
 void multiply_bf16(const Matrix& w, int block, const Activations& x, int row, float* y, size_t stride, bool add) {
-    Floats sums[rows][blocks] = {};
+    Floats sums[rows][blocks];
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < blocks; b++) sums[r][b] = Floats{};
     const uint8_t* from = w.block(block);
     size_t next_block = (size_t)w.in() * kBlock * 2;
     const float* xs[rows];
@@ -45,28 +47,47 @@ void multiply_bf16(const Matrix& w, int block, const Activations& x, int row, fl
         for (int b = 0; b < blocks; b++) finish(y + (size_t)r * stride + b * kBlock, sums[r][b], add);
 }
 
+// Rows whose dot products go side by side: one alone waits for each of its steps. 16 registers are too few for more.
+#if defined(__AVX512F__)
+constexpr int kSide = kRowTile;
+#else
+constexpr int kSide = 1;
+#endif
+
+// dots[r] = the sum over a group's columns of w times row r's values.
+template <bool small, int rows>
+inline void dot_rows(const Words (&w)[8], const int8_t (*values)[kGroup], Ints* dots) {
+    constexpr int side = rows < kSide ? rows : kSide;
+#pragma GCC unroll 8
+    for (int r = 0; r < side; r++) dots[r] = Ints{};
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < side; r++) dots[r] = dot4<small>(dots[r], w[i], values[r] + 4 * i);
+    if constexpr (rows > side) dot_rows<small, rows - side>(w, values + side, dots + side);
+}
+
 // Rows are 8-bit integers with a scale per group: whole numbers inside a group are exact, and only the groups' sums round.
 template <int rows>
 void multiply_q4(const Matrix& w, int block, const Activations& x, int row, float* y, size_t stride, bool add) {
-    Floats sums[rows] = {};
+    Floats sums[rows];
+    for (int r = 0; r < rows; r++) sums[r] = Floats{};
     const uint8_t* from = w.block(block);
     const Activations::Group* xs = x.int8(row);
     for (int group = 0; group < w.in() / kGroup; group++, from += 320, xs++) {
         ask_ahead<320>(from);
-        Words low[4], high[4];
+        Words values[8];
         for (int i = 0; i < 4; i++) {
             Words both = load<Words>(from + 64 * i);
-            low[i] = both & 0x0f0f0f0fu;
-            high[i] = both >> 4 & 0x0f0f0f0fu;
+            values[i] = both & 0x0f0f0f0fu;
+            values[i + 4] = both >> 4 & 0x0f0f0f0fu;
         }
         Floats scale = load_halves(reinterpret_cast<const uint16_t*>(from + 256));
         Floats minimum = load_halves(reinterpret_cast<const uint16_t*>(from + 288));
+        Ints dots[rows];
+        dot_rows<true, rows>(values, xs->values, dots);
         for (int r = 0; r < rows; r++) {
-            const int8_t* values = xs->values[r];
-            Ints dot = {};
-            for (int i = 0; i < 4; i++) dot = dot4<true>(dot, low[i], values + 4 * i);
-            for (int i = 0; i < 4; i++) dot = dot4<true>(dot, high[i], values + 16 + 4 * i);
-            Floats part = fma(scale, to_floats(dot), minimum * (float)xs->sums[r]);
+            Floats part = fma(scale, to_floats(dots[r]), minimum * xs->sums[r]);
             sums[r] = fma(part, all(xs->scales[r]), sums[r]);
         }
     }
@@ -75,19 +96,20 @@ void multiply_q4(const Matrix& w, int block, const Activations& x, int row, floa
 
 template <int rows>
 void multiply_q8(const Matrix& w, int block, const Activations& x, int row, float* y, size_t stride, bool add) {
-    Floats sums[rows] = {};
+    Floats sums[rows];
+    for (int r = 0; r < rows; r++) sums[r] = Floats{};
     const uint8_t* from = w.block(block);
     const Activations::Group* xs = x.int8(row);
     for (int group = 0; group < w.in() / kGroup; group++, from += 544, xs++) {
         ask_ahead<544>(from);
-        Words four[8];
-        for (int i = 0; i < 8; i++) four[i] = load<Words>(from + 64 * i);
+        Words values[8];
+        for (int i = 0; i < 8; i++) values[i] = load<Words>(from + 64 * i);
         Floats scale = load_halves(reinterpret_cast<const uint16_t*>(from + 512));
+        Ints dots[rows];
+        dot_rows<false, rows>(values, xs->values, dots);
         for (int r = 0; r < rows; r++) {
-            const int8_t* values = xs->values[r];
-            Ints dot = Ints{} - 128 * xs->sums[r];
-            for (int i = 0; i < 8; i++) dot = dot4<false>(dot, four[i], values + 4 * i);
-            sums[r] = fma(scale * to_floats(dot), all(xs->scales[r]), sums[r]);
+            Floats dot = to_floats(dots[r]) - 128.0f * xs->sums[r];
+            sums[r] = fma(scale * dot, all(xs->scales[r]), sums[r]);
         }
     }
     for (int r = 0; r < rows; r++) finish(y + (size_t)r * stride, sums[r], add);
@@ -146,16 +168,16 @@ void Activations::set(int row, int first, int count, const float* values) {
         Floats a = half[0] < 0.0f ? -half[0] : half[0], b = half[1] < 0.0f ? -half[1] : half[1];
         float most = largest(larger(a, b));
         float inverse = most > 0 ? 127.0f / most : 0.0f;
-        int total = 0;
+        Ints total = {};
         for (int h = 0; h < 2; h++) {
             Ints whole = __builtin_convertvector(rounded(half[h] * inverse), Ints);
             typedef int8_t Small __attribute__((vector_size(16)));
             Small small = __builtin_convertvector(whole, Small);
             std::memcpy(group->values[row] + h * kLanes, &small, sizeof small);
-            for (int lane = 0; lane < kLanes; lane++) total += whole[lane];
+            total += whole;
         }
         group->scales[row] = most / 127.0f;
-        group->sums[row] = total;
+        group->sums[row] = (float)sum(total);
     }
 }
 

@@ -61,7 +61,7 @@ class Activations {
     struct Group {
         int8_t values[kRowTile][kGroup];
         float scales[kRowTile];
-        int32_t sums[kRowTile];  // of the values
+        float sums[kRowTile];  // of the values
     };
     // Of the tile that begins with `row`, all its groups.
     const Group* int8(int row) const { return groups_.data() + (size_t)row / kRowTile * (columns_ / kGroup); }

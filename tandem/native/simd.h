@@ -53,21 +53,27 @@ inline Floats fma(Floats a, Floats b, Floats c) {
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
+// The lanes from `width` on in the place of the first ones.
+template <class Vector>
+inline Vector upper_half(Vector v, int width) {
+    switch (width) {
+        case 8: return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+        case 4: return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+        case 2: return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+        default: return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    }
+}
+
 inline float largest(Floats v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    for (int width = kLanes / 2; width; width /= 2) v = larger(v, upper_half(v, width));
+    return v[0];
 }
 
 // Halves are added until one lane is left: always in the same order.
-inline float sum(Floats v) {
-    float lanes[kLanes];
-    store(lanes, v);
-    for (int width = kLanes / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
+template <class Vector>
+inline auto sum(Vector v) {
+    for (int width = kLanes / 2; width; width /= 2) v += upper_half(v, width);
+    return v[0];
 }
 
 // acc + the sum over four neighbours of w (unsigned, 64 of them) times x (signed, four of them), per lane.
