@@ -58,21 +58,16 @@ class Cost:
 
 def load_runner(config: StackConfig, cells: Sequence[Cell]) -> "ModelRunner":
     """As the verifier builds it, with KV for the largest cell."""
-    import torch
-
     from tandem.checkpoints.folder import CheckpointFolder
-    from tandem.torch_setup import pick_device, set_threads
-    from verifier_service.features import FeatureProjection
     from verifier_service.model_runner import ModelRunner
-    from verifier_service.models.loading import load_model
+    from verifier_service.parallel.launch import ONLY
+    from verifier_service.target_part import feature_projection, load_part
 
     section = config.verifier
-    set_threads(section.threads)
-    device, dtype = pick_device(section.device, "verifier.device"), getattr(torch, section.dtype)
-    model = load_model(CheckpointFolder(config.target), dtype, device)
-    features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
+    part = load_part(config, CheckpointFolder(config.target), ONLY)
+    features = feature_projection(config, part)
     blocks = max(cell.sequences * blocks_of(cell, section.kv_block_tokens) for cell in cells)
-    return ModelRunner(model, features, blocks + 1, section.kv_block_tokens, device)
+    return ModelRunner(part.model, features, blocks + 1, section.kv_block_tokens, part.device)
 
 
 def blocks_of(cell: Cell, block_tokens: int) -> int:

@@ -27,7 +27,6 @@ from tandem.v1 import speculation_pb2_grpc, verification_pb2_grpc
 from verifier_service.drafting import Drafting, DraftLimits
 from verifier_service.engine import Engine
 from verifier_service.expert_load import ExpertLoad
-from verifier_service.features import FeatureProjection
 from verifier_service.kv_cache import KvCache
 from verifier_service.loads_file import LoadsFile
 from verifier_service.metrics import VerifierMetrics
@@ -45,7 +44,7 @@ from verifier_service.speculation.warm_up import StepLimits, measure_steps, time
 from verifier_service.speculation_servicer import SpeculationInfo, SpeculationServicer
 from verifier_service.static_plan import context_of, plan_static
 from verifier_service.step_bytes import StepBytes
-from verifier_service.target_part import TargetPart, load_part
+from verifier_service.target_part import TargetPart, feature_projection, load_part
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +138,8 @@ def build(
         raise StartupError(f"verifier.parallel.expert_loads: {config.target} has no mixture of experts")
     with loading_progress(config.target.name, shape.layers) as progress:
         part = load_part(config, folder, member, progress)
-    model, device, dtype = part.model, part.device, part.model.dtype
-    features = FeatureProjection(config.draft_model, model.config, dtype, device) if config.draft_model else None
+    model, device = part.model, part.device
+    features = feature_projection(config, part)
     tell_ranks = None
     if followers:
         assert part.group
@@ -166,7 +165,7 @@ def build(
     limits, curve = None, StepCurve((1,), (0.01,))
     if config.speculates:
         metrics.expect_positions(block_size - 1)
-        limits = DraftLimits(block_size - 1, features.config.hidden_size * dtype.itemsize if features else 0)
+        limits = DraftLimits(block_size - 1, features.config.hidden_size * model.dtype.itemsize if features else 0)
         curve = _measure(section, runner, max_context)
     drafting = Drafting(limits, kv, runner.read_features, metrics)
     controller = SpeculationController(StepCosts(curve), section.max_draft_nodes)

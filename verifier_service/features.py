@@ -4,6 +4,7 @@ They are kept so that a drafter that connects late, or comes back, can be sent t
 so that a prefix hit brings its features along. Shipping them instead of raw taps cuts the bytes by the number of taps.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,12 +21,20 @@ from verifier_service.models.target_config import TargetConfig
 class FeatureProjection:
     """The draft model's first step, run by the verifier: hidden_norm(fc(taps)). DFlash, arXiv 2602.06036."""
 
-    def __init__(self, draft_folder: Path, target: TargetConfig, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        draft_folder: Path,
+        target: TargetConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        linear: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] = Linear,
+    ):
+        """linear: makes a layer of a weight [out, in]."""
         self.config = DraftConfig.load(draft_folder)
         self._check(draft_folder, target)
         folder = CheckpointFolder(draft_folder)
         hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
-        self._fc = Linear(folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device))
+        self._fc = linear(folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device))
         self._norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
 
     def __call__(self, taps: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,9 @@ from tandem.checkpoints.shard import WHOLE, Shard
 from tandem.config import ParallelConfig, StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.expert_files import read_placement
+from tandem.layers.linear import Linear
 from tandem.torch_setup import pick_device, set_threads
+from verifier_service.features import FeatureProjection
 from verifier_service.models.architectures import read_config
 from verifier_service.models.decoder import DecoderModel
 from verifier_service.models.loading import Placement, load_cpu_model, load_model
@@ -51,6 +53,15 @@ def load_part(
     placement = _placement(folder, section.parallel)
     model = _model(section, folder, device, parallel, placement, progress)
     return TargetPart(model, device, group, placement)
+
+
+def feature_projection(config: StackConfig, part: TargetPart) -> FeatureProjection | None:
+    """The draft model's first step, beside this target; None without a draft model. StartupError as its own."""
+    if config.draft_model is None:
+        return None
+    model = part.model
+    linear = model.linear if isinstance(model, NativeDecoder) else Linear
+    return FeatureProjection(config.draft_model, model.config, model.dtype, part.device, linear)
 
 
 def _model(

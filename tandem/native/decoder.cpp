@@ -164,6 +164,21 @@ void Decoder::logits(const float* hidden, int rows, float* to) {
     });
 }
 
+void Decoder::linear(const Matrix& matrix, const float* x, int rows, float* to) {
+    phase_end_ = now();
+    others_.need(matrix.form());
+    others_.resize(rows, matrix.in());
+    const int tasks = tasks_of(matrix.blocks());
+    team_.run(2, [&](Team::Place& place) {
+        phase(place, kOther, rows, [&](int row) { others_.set(row, 0, matrix.in(), x + (size_t)row * matrix.in()); });
+        phase(place, kLinears, tasks, [&](int task) {
+            int first = (int)((int64_t)matrix.blocks() * task / tasks);
+            int end = (int)((int64_t)matrix.blocks() * (task + 1) / tasks);
+            multiply(matrix, first, end - first, others_, rows, to + (size_t)first * kBlock, matrix.out(), false);
+        });
+    });
+}
+
 void Decoder::normalise(const float* x, const float* weight, int row) {
     thread_local std::vector<float> buffer;
     const int count = shape_.hidden;

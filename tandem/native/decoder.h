@@ -48,6 +48,8 @@ class Decoder {
     void forward(const Step& step);
     // hidden [rows, hidden] as forward left it -> logits [rows, vocab]
     void logits(const float* hidden, int rows, float* to);
+    // A matrix that is none of the decoder's own, on its threads: x [rows, in] -> to [rows, out]
+    void linear(const Matrix& matrix, const float* x, int rows, float* to);
     // Every layer's keys and values of step.hidden, rows that are normed already, into the rows' slots: all of a DFlash
     // network that its context passes. Reads neither token ids nor tables.
     void write_context(const Step& step);
@@ -71,7 +73,7 @@ class Decoder {
     const float *norm_, *rope_;
     Team team_;
     AttentionPlan plan_;
-    Activations normed_, attended_, inner_;
+    Activations normed_, attended_, inner_, others_;
     std::vector<float> qkv_;     // [rows, (heads + 2 kv heads) * dim]
     std::vector<uint16_t> q_;    // [rows, heads * dim]
     std::array<double, kParts> seconds_{};

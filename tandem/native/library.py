@@ -91,6 +91,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_free": (None, [_Pointer]),
         "decoder_forward": (None, [_Pointer, _Pointer]),
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
+        "decoder_linear": (None, [_Pointer, _Pointer, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
         "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
         "blocks_free": (None, [_Pointer]),
@@ -241,6 +242,12 @@ class Decoder:
         """hidden: [rows, hidden], fp32, as forward returned it. Returns [rows, vocab] fp32."""
         out = torch.empty(len(hidden), self.sizes.vocab)
         self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
+        return out
+
+    def linear(self, matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
+        """x W^T on the decoder's threads. x: [rows, in] fp32, contiguous. Returns [rows, out] fp32."""
+        out = torch.empty(len(x), matrix.out)
+        self._library.tandem_decoder_linear(self._handle, matrix.handle, x.data_ptr(), len(x), out.data_ptr())
         return out
 
     def seconds(self) -> dict[str, float]:

@@ -64,12 +64,13 @@ def load_cpu_model(
     parallel: Parallel = ALONE,
     placement: Placement | None = None,
     progress: Callable[[str, int], None] | None = None,
+    key: str = "verifier.cpu_kernels",
 ) -> DecoderModel | NativeDecoder:
     """As load_model on a CPU, on the native path if the target and the machine allow it, with as many threads as torch
-    has. Otherwise auto takes torch, and the log says why; native is a StartupError."""
+    has. Otherwise auto takes torch, and the log says why; native is a StartupError, naming the config's key."""
     config = read_config(folder)
     reason = why_not_native(config, folder, dtype, parallel)
-    if takes_native(kernels, reason, "target", "verifier.cpu_kernels"):
+    if takes_native(kernels, reason, "target", key):
         reader = WeightReader(folder, dtype, torch.device("cpu"), folder.text_prefix, progress)
         return load_native(config, folder, reader, torch.get_num_threads())
     return load_model(folder, dtype, torch.device("cpu"), parallel, placement, progress)

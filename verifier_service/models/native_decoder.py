@@ -1,5 +1,7 @@
 """A dense decoder on the CPU's own path: every step is one call into C++ (tandem/native)."""
 
+from collections.abc import Callable
+
 import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
@@ -56,6 +58,12 @@ class NativeDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel. Logits are fp32."""
         return self._decoder.logits(hidden)
+
+    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A layer that is none of the target's, on its threads: [rows, in] to [rows, out], in x's dtype. weight: bf16
+        [out, in]. Calls must not overlap with the target's."""
+        matrix = Matrix(load(), "bf16", weight)
+        return lambda x: self._decoder.linear(matrix, x.float().contiguous()).to(x.dtype)
 
     def seconds(self) -> dict[str, float]:
         """Since the start, by what they were spent on: linears, attention, other, head."""

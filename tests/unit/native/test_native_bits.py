@@ -82,3 +82,14 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Callable[[str], Path]) 
         rows.append(target.verified(hands, [tree(WIDE, 1), tree(LINE, 2).tokens]))
     assert torch.equal(rows[0], rows[1])
     assert torch.equal(rows[0], rows[2])
+
+
+def test_a_layer_beside_the_target_is_the_product_whatever_rows_share_it(folder_of: Callable[[str], Path]) -> None:
+    """Products of bf16 values are exact in fp32: only the sum over 96 columns rounds."""
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    linear = native_target(folder_of("qwen3"), 2).model.linear(weight)
+    together = linear(x.float())
+    torch.testing.assert_close(together, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-4)
+    assert torch.equal(together, torch.cat([linear(row[None].float()) for row in x]))
+    assert torch.equal(linear(x), together.to(torch.bfloat16))
