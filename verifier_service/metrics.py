@@ -81,7 +81,7 @@ class VerifierMetrics:
         )
         self.chosen_nodes = histogram(
             "tandem_spec_chosen_nodes",
-            "Nodes verified per step and sequence in auto mode",
+            "Nodes verified of a sequence in auto mode, in steps with drafts",
             buckets=(0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256),
         )
         self.predicted_seconds = counter("tandem_spec_predicted_step_seconds", "Steps without prompts, predicted")

@@ -260,6 +260,20 @@ class SpeculationController:
             self._plain_seen = self._busy, self._steps
         self.steps.observe(rows, sequences, context_tokens, seconds)
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether the next steps will be plain ones as the last, as far as one can say."""
+        return self.order.reason in (Reason.NO_GAIN, Reason.LOST)
+
+    def pass_step(self, sequences: int, seconds: float) -> None:
+        """A plain step that nobody looked at took so long."""
+        self._steps += 1
+        self._busy += seconds
+        self._plain_seen = self._busy, self._steps
+        self._until_review -= 1
+        if self._informed:
+            self._account.pass_time(1.0, sequences)
+
     def observe_cycle(
         self, sequences: int, decoding: int, context_tokens: float, emitted: int, seconds: float, drafted: bool
     ) -> None:

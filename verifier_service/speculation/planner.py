@@ -14,6 +14,9 @@ from verifier_service.speculation.paths import Paths, mass_by_depth
 from verifier_service.speculation.present import Present
 from verifier_service.step import Segment, Verdict
 
+_REST_STEPS = 3
+"""While nothing is drafted, so many of the same sequences' steps go by unseen between two: looking costs a small target
+more than one percent of its step."""
 _FIXED_SHAPES = {SpeculationMode.BLOCK: DraftShape.BLOCK, SpeculationMode.TREE: DraftShape.TREE}
 
 
@@ -35,6 +38,8 @@ class _Cycle:
     """Sequences that decode, whether they step or wait for a draft."""
     drafted: bool
     """Whether drafts were asked for, or drafters sent what they need."""
+    unseen: bool = False
+    """Whether nothing is decided or learned in it."""
 
 
 class SpeculationPlanner:
@@ -48,9 +53,15 @@ class SpeculationPlanner:
         self._cycle: _Cycle | None = None
         self._next_cycle: _Cycle | None = None
         """None where it is not the controller's to account for: nothing in auto mode, or others' drafts."""
+        self._rest_left = 0
+        self._resting = 0
+        """Sequences of the steps that go by unseen."""
 
     def orders(self, stepped: list[Sequence], running: list[Sequence]) -> dict[Sequence, DraftOrder]:
         """What to ask for now, of the sequences that just stepped."""
+        if self._rests(stepped):
+            self._next_cycle = _Cycle(len(stepped), False, unseen=True)
+            return {}
         orders: dict[Sequence, DraftOrder] = {}
         auto: list[Sequence] = []
         self._next_cycle = None
@@ -64,8 +75,9 @@ class SpeculationPlanner:
         if not auto or not self._drafting.pool:
             return orders
         decoding = [s for s in auto if s.uncommitted == 1]
+        awaited = [s for s in running if s.uncommitted == 1]
         if decoding:
-            self._controller.plan(self._load(decoding, stepped, running))
+            self._controller.plan(self._load(decoding, stepped, awaited))
         order = self._controller.order
         if order.asked is Asked.ONE:
             cheapest = min(decoding, key=self._drafting.missing, default=None)
@@ -76,7 +88,9 @@ class SpeculationPlanner:
         for sequence in auto:
             orders[sequence] = DraftOrder(min(order.nodes, sequence.request.max_draft_nodes), DraftShape.TREE)
         if len(orders) == len(auto):
-            self._next_cycle = _Cycle(sum(s.uncommitted == 1 for s in running), bool(auto))
+            self._next_cycle = _Cycle(len(awaited), bool(auto))
+        if not orders and self._controller.at_rest:
+            self._rest_left, self._resting = _REST_STEPS, len(stepped)
         return orders
 
     def budget(self, stepping: list[Sequence], prompt_rows: int) -> dict[Sequence, int]:
@@ -113,6 +127,10 @@ class SpeculationPlanner:
             self._calibrate(drafted, segments, verdicts)
         if any(len(s.token_ids) > 1 for s in segments):
             return
+        if cycle and cycle.unseen and not drafted:
+            self._controller.pass_step(len(segments), seconds)
+            self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
+            return
         rows, context = sum(s.rows for s in segments), float(sum(s.start for s in segments))
         predicted = self._controller.steps.predict(rows, len(segments), context)
         self._controller.observe_step(rows, len(segments), context, seconds)
@@ -124,9 +142,9 @@ class SpeculationPlanner:
         self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
         if self._drafting.pool and any(s.sequence.request.speculation_mode is SpeculationMode.AUTO for s in segments):
             self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
-            for segment in segments:
-                if segment.sequence.request.speculation_mode is SpeculationMode.AUTO:
-                    self._metrics.chosen_nodes.observe(segment.nodes)
+        for segment in segments if drafted else ():
+            if segment.sequence.request.speculation_mode is SpeculationMode.AUTO:
+                self._metrics.chosen_nodes.observe(segment.nodes)
 
     def observe_wait(self, used: list[PendingDraft], seconds: float) -> None:
         """A step waited so long for these drafts, which may have come or not."""
@@ -135,6 +153,7 @@ class SpeculationPlanner:
 
     def drafter_changed(self) -> None:
         """A drafter came."""
+        self._rest_left = 0
         self._controller.drafter_changed()
 
     def present(self) -> Present:
@@ -153,20 +172,37 @@ class SpeculationPlanner:
             calibration=tuple(controller.calibration.per_depth()),
         )
 
+    def _rests(self, stepped: list[Sequence]) -> bool:
+        """Whether the next step goes by unseen: the last that was looked at was plain, and of the same kind."""
+        if not self._rest_left:
+            return False
+        self._rest_left -= 1
+        alike = all(s.request.speculation_mode is SpeculationMode.AUTO for s in stepped)
+        if alike and len(stepped) == self._resting and self._drafting.pool:
+            return True
+        self._rest_left = 0
+        return False
+
     @property
     def _present_mode(self) -> SpeculationMode:
         asks = self._controller.order.nodes > 0 and len(self._drafting.pool) > 0
         return SpeculationMode.TREE if asks else SpeculationMode.OFF
 
-    def _load(self, asking: list[Sequence], stepped: list[Sequence], running: list[Sequence]) -> DecodeLoad:
+    def _load(self, asking: list[Sequence], stepped: list[Sequence], decoding: list[Sequence]) -> DecodeLoad:
         """All sequences that decode count, but for what is awaited: those of fixed modes only if they step along."""
-        decoding = sum(s.request.speculation_mode is SpeculationMode.AUTO and s.uncommitted == 1 for s in running)
-        fixed = [s for s in stepped if s.request.speculation_mode in _FIXED_SHAPES and s.uncommitted == 1]
-        fixed_nodes = sum(self._limit(s) for s in fixed)
-        undrafted = sum(not s.request.speculates and s.uncommitted == 1 for s in stepped)
-        context = sum(s.committed for s in asking) / len(asking)
-        sampled = sum(_samples(s) for s in asking)
-        return DecodeLoad(len(asking), max(decoding, len(asking)), context, len(fixed), fixed_nodes, undrafted, sampled)
+        mode = SpeculationMode.AUTO
+        others = [s for s in stepped if s.uncommitted == 1 and s.request.speculation_mode is not mode]
+        fixed = [s for s in others if s.request.speculation_mode in _FIXED_SHAPES]
+        auto = sum(s.request.speculation_mode is mode for s in decoding)
+        return DecodeLoad(
+            asking=len(asking),
+            decoding=max(auto, len(asking)),
+            context=sum(s.committed for s in asking) / len(asking),
+            fixed=len(fixed),
+            fixed_nodes=sum(self._limit(s) for s in fixed),
+            undrafted=len(others) - len(fixed),
+            sampled=sum(_samples(s) for s in asking),
+        )
 
     def _limit(self, sequence: Sequence) -> int:
         block = sequence.request.speculation_mode is SpeculationMode.BLOCK
