@@ -1,6 +1,6 @@
 """A training run's checkpoint: everything that a run needs to be taken up exactly where it was left."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ class Checkpoint:
     network: dict[str, torch.Tensor]
     average: dict[str, torch.Tensor]
     """Moving average of the network's tensors."""
-    optimizer: dict[str, Any]
+    optimizers: dict[str, dict[str, Any]]
+    """State of each, by name."""
     tokens: list[int] | None
     """Tokens of the reduced head, chosen when the run began."""
     tap_scale: torch.Tensor
@@ -57,6 +58,8 @@ def read_checkpoint(run: Path, draft: dict[str, Any]) -> Checkpoint | None:
     if not path.is_file():
         return None
     saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    if saved.keys() != {part.name for part in fields(Checkpoint)}:
+        raise StartupError(f"{path} is of another version's form; remove it to start over")
     if saved["draft"] != draft:
         keys = [key for key in draft | saved["draft"] if saved["draft"].get(key) != draft.get(key)]
         raise StartupError(f"draft: {path} was trained with another {', '.join(keys)}; remove it to start over")

@@ -1,6 +1,7 @@
 """The YAML file of a training run. Paths are relative to the file; errors name the key."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -23,6 +24,8 @@ class PromptKind(_Section):
 class DataConfig(_Section):
     """The `data:` section: conversations whose answers the target writes."""
 
+    target: ModelFolder | None = None
+    """Another folder of the same target to write with, such as the one with 4-bit weights; unset: `target` itself."""
     answer_tokens: int = Field(ge=1)
     """Written by the target in all, of all shards in the run's folder; what goes beyond `seed_shards` comes from
     `prompts`, or else from `kinds`."""
@@ -101,6 +104,8 @@ class TrainingSection(_Section):
     """Forwards per optimizer step."""
     anchors: int = Field(default=24, ge=1)
     """Random anchors per conversation and epoch."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of layers and `fc`; AdamW for the rest. Learning rates are of AdamW's size."""
     learning_rate: float = Field(default=6e-4, gt=0)
     warmup_share: float = Field(default=0.04, ge=0, le=1)
     """Of the steps: the learning rate rises to its peak."""
@@ -135,7 +140,11 @@ class TrainConfig(_Section):
     """Where the draft model is written, in the published DFlash format."""
     device: Device = "auto"
     dtype: Dtype = "float32"
-    """Of the target. On CPUs without matrix units float32 is the fastest from about 32 rows on (measured)."""
+    """Of the target. The CPU's native path needs bfloat16; in torch, on CPUs without matrix units, float32 is the
+    fastest from about 32 rows on (measured)."""
+    cpu_kernels: Literal["auto", "native", "torch"] = "auto"
+    """What runs the target on a CPU, as in the verifier's section: native is C++ that is compiled here, auto does it
+    where that is possible, torch never."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads, of all writers together; unset takes all cores."""
     data: DataConfig

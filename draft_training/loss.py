@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from draft_training.dataset import TrainingBatch
-from draft_training.network import BlockOutput, DraftNetwork
+from draft_training.network import DraftNetwork
+
+_ROWS = 128
+"""Slots whose logits are held at once."""
 
 
 @dataclass(frozen=True)
@@ -43,45 +46,68 @@ class TargetHead:
 
 
 def block_loss(
-    network: DraftNetwork, output: BlockOutput, batch: TrainingBatch, head: TargetHead, weights: LossWeights
+    network: DraftNetwork, hidden: torch.Tensor, batch: TrainingBatch, head: TargetHead, weights: LossWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of weighted losses, sum of weights), of all valid slots."""
-    valid = batch.valid
-    slots = torch.arange(valid.shape[-1], device=valid.device)
-    weight = torch.exp(-slots / weights.decay).expand(valid.shape)[valid]
+    """(sum of weighted losses, sum of weights), of all valid slots; gradients of the sum are added on the way.
+
+    hidden: [C, A, B - 1, hidden_size], what the network's forward gave. Its logits are made, used and forgotten a few
+    rows at a time: of all slots at once, memory traffic takes as long as the products.
+    """
+    slots = torch.arange(batch.valid.shape[-1], device=hidden.device)
+    weight = torch.exp(-slots / weights.decay).expand(batch.valid.shape)[batch.valid]
+    rows = hidden[batch.valid]
+    leaf = rows.detach().requires_grad_()
+    previous = batch.anchors.tokens[:, :, :-1][batch.valid]
+    total = torch.zeros((), device=hidden.device)
+    slots_of = (leaf, batch.target_hidden[batch.valid], batch.labels[batch.valid], previous, weight)
+    for states, wanted, labels, before, weighs in zip(*(t.split(_ROWS) for t in slots_of), strict=True):
+        loss = _slots_loss(network, states, wanted, labels, before, weighs, head, weights)
+        loss.backward()
+        total += loss.detach()
+    rows.backward(leaf.grad)
+    return total, weight.sum()
+
+
+def _slots_loss(
+    network: DraftNetwork,
+    hidden: torch.Tensor,
+    target_hidden: torch.Tensor,
+    labels: torch.Tensor,
+    previous: torch.Tensor,
+    weight: torch.Tensor,
+    head: TargetHead,
+    weights: LossWeights,
+) -> torch.Tensor:
+    """Sum of weighted losses of some slots; previous: the token before each label."""
     with torch.no_grad():
-        wanted = head.probabilities(batch.target_hidden[valid])
-        index = head.index(batch.labels[valid])
+        wanted = head.probabilities(target_hidden)
+        index = head.index(labels)
         known = index >= 0
         # A token the head lacks cannot be proposed: only the distribution teaches there.
         share = torch.where(known, weights.distribution, 1.0)[:, None]
         wanted *= share
         wanted.scatter_add_(1, index.clamp(min=0)[:, None], 1 - share)
-    logits = output.logits[valid]
+    logits = network.logits(hidden)
     losses = F.cross_entropy(logits, wanted, reduction="none")
     if network.config.dflash2:
-        losses = losses + weights.selector * _selector_loss(network, output, batch, head, logits, wanted, index)
-    return (weight * losses).sum(), weight.sum()
+        losses = losses + weights.selector * _selector_loss(network, hidden, logits, wanted, index, previous, head)
+    return (weight * losses).sum()
 
 
 def _selector_loss(
     network: DraftNetwork,
-    output: BlockOutput,
-    batch: TrainingBatch,
-    head: TargetHead,
+    hidden: torch.Tensor,
     logits: torch.Tensor,
     wanted: torch.Tensor,
     index: torch.Tensor,
+    previous: torch.Tensor,
+    head: TargetHead,
 ) -> torch.Tensor:
-    """Per valid slot: cross-entropy over the best candidates, given the true predecessor; 0 where the token that came
-    is not among them."""
+    """Per slot: cross-entropy over the best candidates, given the true predecessor; 0 where the token that came is not
+    among them."""
     assert network.config.dflash2
-    valid = batch.valid
     candidates = logits.detach().topk(network.config.dflash2.selector_top_k, dim=-1).indices
-    previous = batch.anchors.tokens[:, :, :-1][valid]
-    scores = logits.gather(1, candidates) + network.candidate_selector(
-        output.hidden[valid], previous, head.tokens[candidates]
-    )
+    scores = logits.gather(1, candidates) + network.candidate_selector(hidden, previous, head.tokens[candidates])
     targets = wanted.gather(1, candidates)
     found = (candidates == index[:, None]).any(dim=1)
     targets = targets / targets.sum(dim=1, keepdim=True).clamp(min=math.ulp(1.0))

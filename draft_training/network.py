@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from draft_training.block_attention import BlockAttention, View, make_view
 from tandem.checkpoints.draft_config import DFlash2Config, DraftConfig
 from tandem.layers.dflash2 import grouped_conv, split_kernels
-from tandem.layers.rope import apply_rope, rope_table
+from tandem.layers.rope import rope_table
 
 
 @dataclass(frozen=True)
@@ -27,30 +28,6 @@ class AnchorBatch:
     """[C, A] int64: position of each anchor. A block sees the context before it."""
     tokens: torch.Tensor
     """[C, A, B] int64: the anchor, then the tokens that follow it, which only DFlash2's selector sees."""
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """What a forward gives for every slot behind an anchor."""
-
-    hidden: torch.Tensor
-    """[C, A, B - 1, hidden_size]: after the last norm."""
-    logits: torch.Tensor
-    """[C, A, B - 1, head rows] fp32."""
-
-
-@dataclass(frozen=True)
-class _View:
-    """What all layers attend by."""
-
-    context: torch.Tensor
-    """[C, N, hidden_size]: features."""
-    context_rope: torch.Tensor
-    """[N, 2, 1, head_dim]"""
-    block_rope: torch.Tensor
-    """[C, A, B, 2, 1, head_dim]"""
-    seen: torch.Tensor
-    """[C, A, N] bool: the context before each anchor."""
 
 
 class DraftNetwork(nn.Module):
@@ -81,30 +58,30 @@ class DraftNetwork(nn.Module):
         rope = rope_table(config.rope, config.head_dim, positions, torch.float32)
         self.register_buffer("rope", rope, persistent=False)
 
-    def forward(self, batch: AnchorBatch) -> BlockOutput:
-        """Proposals of all blocks."""
+    def forward(self, batch: AnchorBatch) -> torch.Tensor:
+        """[C, A, B - 1, hidden_size]: every slot behind an anchor, after the last norm."""
         config = self.config
         conversations, anchors, block = batch.tokens.shape
         scaled = (batch.taps * self.tap_scale[:, None]).flatten(2)
         context = self.hidden_norm(self.fc(scaled))
-        positions = batch.positions[:, :, None] + torch.arange(block, device=batch.positions.device)
-        view = _View(
-            context=context,
-            context_rope=self.rope[: context.shape[1], :, None],
-            block_rope=self.rope[positions][:, :, :, :, None],
-            seen=torch.arange(context.shape[1], device=context.device) < batch.positions[:, :, None],
-        )
+        view = make_view(context, batch.positions, block, self.rope)
 
         x = self.embedding[config.mask_token_id].expand(conversations, anchors, block, -1).clone()
         x[:, :, 0] = self.embedding[batch.tokens[:, :, 0]]
         x = x * config.input_embedding_scale
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x = layer(x, view)
-        hidden = self.norm(x[:, :, 1:])
-        logits = F.linear(hidden, self.head).float() * config.output_multiplier
+        return self.norm(self.layers[-1](x, view, last=True))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] -> [..., head rows] fp32."""
+        config = self.config
+        logits = F.linear(hidden, self.head).float()
+        if config.output_multiplier != 1:
+            logits = logits * config.output_multiplier
         if config.final_logit_softcapping is not None:
             logits = torch.tanh(logits / config.final_logit_softcapping) * config.final_logit_softcapping
-        return BlockOutput(hidden, logits)
+        return logits
 
     def export_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The published tensors of weights like state_dict()'s: the taps' scale is folded into `fc`."""
@@ -121,46 +98,6 @@ class DraftNetwork(nn.Module):
         if missing:
             raise KeyError(f"missing tensors: {', '.join(missing)}")
         self.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
-
-
-class _Attention(nn.Module):
-    def __init__(self, config: DraftConfig):
-        super().__init__()
-        hidden, head_dim = config.hidden_size, config.head_dim
-        self.kv_heads, self.head_dim = config.num_key_value_heads, head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, hidden, bias=bias)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.rms_norm_eps)
-
-    def forward(self, x: torch.Tensor, view: _View) -> torch.Tensor:
-        conversations, anchors, block, _ = x.shape
-        context = view.context
-        q = self._heads(self.q_proj(x), self.q_norm, view.block_rope)
-        k = self._heads(self.k_proj(x), self.k_norm, view.block_rope)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        context_k = self._heads(self.k_proj(context), self.k_norm, view.context_rope)
-        context_v = self.v_proj(context).unflatten(-1, (-1, self.head_dim))
-        # [C, kv heads, groups, A, B, D]; keys of the context [C, kv heads, N, D], of a block [C, kv heads, A, B, D].
-        q = q.unflatten(3, (self.kv_heads, -1)).permute(0, 3, 4, 1, 2, 5) * self.head_dim**-0.5
-        groups = q.shape[2]
-        k, v = (t.permute(0, 3, 1, 2, 4) for t in (k, v))
-        context_k, context_v = (t.permute(0, 2, 1, 3) for t in (context_k, context_v))
-        far = q.reshape(conversations, self.kv_heads, -1, self.head_dim) @ context_k.transpose(-1, -2)
-        far = far.view(*q.shape[:5], -1).masked_fill(~view.seen[:, None, None, :, None], -torch.inf)
-        near = q @ k[:, :, None].transpose(-1, -2)
-        weights = torch.cat((far, near), dim=-1).softmax(dim=-1)
-        far, near = weights[..., :-block], weights[..., -block:]
-        out = (far.reshape(conversations, self.kv_heads, groups * anchors * block, -1) @ context_v).view_as(q)
-        out = out + near @ v[:, :, None]
-        return self.o_proj(out.permute(0, 3, 4, 1, 2, 5).flatten(3))
-
-    def _heads(self, x: torch.Tensor, norm: nn.RMSNorm, rope: torch.Tensor) -> torch.Tensor:
-        heads = norm(x.unflatten(-1, (-1, self.head_dim)))
-        return apply_rope(heads, rope.select(-3, 0), rope.select(-3, 1))
 
 
 class _Mlp(nn.Module):
@@ -180,7 +117,7 @@ class _Layer(nn.Module):
         if any(layer.causal or layer.window is not None for layer in config.layers):
             raise ValueError("layer_types: only full attention in both directions can be trained")
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = BlockAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = _Mlp(config)
         self.has_convs = config.dflash2 is not None
@@ -188,17 +125,19 @@ class _Layer(nn.Module):
             self.attention_conv = _Conv(config, config.dflash2)
             self.mlp_conv = _Conv(config, config.dflash2)
 
-    def forward(self, x: torch.Tensor, view: _View) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, view: View, last: bool = False) -> torch.Tensor:
+        """x: [C, A, B, hidden_size]. The last layer leaves the anchor's own slot out: nothing is proposed there."""
         normed = self.input_layernorm(x)
+        first = 1 if last else 0
         if not self.has_convs:
-            x = x + self.self_attn(normed, view)
+            x = x[:, :, first:] + self.self_attn(normed, view, first)
             return x + self.mlp(self.post_attention_layernorm(x))
         kernels = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv(normed, kernels, 0), view)
+        attended = self.self_attn(self.attention_conv(normed, kernels, 0), view, 0)
         x = x + self.attention_conv(attended, kernels, 1)
         normed = self.post_attention_layernorm(x)
         kernels = self.mlp_conv.kernels(normed)
-        return x + self.mlp_conv(self.mlp(self.mlp_conv(normed, kernels, 0)), kernels, 1)
+        return (x + self.mlp_conv(self.mlp(self.mlp_conv(normed, kernels, 0)), kernels, 1))[:, :, first:]
 
 
 class _Conv(nn.Module):

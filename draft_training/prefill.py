@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from tandem.kernels.step_tables import StepTables, TableShape
 from verifier_service.models.target_model import ForwardBatch, TargetModel
+from verifier_service.step import SegmentRows
 
 
 def prefill(
@@ -13,8 +15,8 @@ def prefill(
 ) -> list[torch.Tensor]:
     """Taps and final hidden state of every token: per sequence [tokens, (tapped layers + 1) * hidden_size].
 
-    kv: a pool per layer with room for all tokens one after another; where only the result matters, the same pool for
-    all layers.
+    kv: a pool per layer with a block of one token for each, one after another; where only the result matters, the same
+    pool for all layers.
     """
     lengths = [len(s) for s in sequences]
     device = kv[0].device
@@ -40,10 +42,25 @@ def prefill(
         positions=torch.cat([torch.arange(length) for length in lengths]).to(device),
         slots=torch.arange(ends[-1], device=device),
         attention=attend,
+        tables=step_tables(model, sequences, [list(range(*span)) for span in spans], 1),
     )
     hidden, taps = model.forward(batch, kv, tap_layers)
     rows = torch.cat([*taps, hidden], dim=-1)
     return [rows[start:end] for start, end in spans]
+
+
+def step_tables(
+    model: TargetModel, sequences: Sequence[Sequence[int]], blocks: Sequence[list[int]], block_tokens: int
+) -> StepTables | None:
+    """Of sequences' first tokens, with the KV of sequence i in blocks[i], for a model that wants tables."""
+    if not model.wants_tables:
+        return None
+    pairs = zip(sequences, blocks, strict=True)
+    segments = [SegmentRows(i, 0, list(tokens), [], mine) for i, (tokens, mine) in enumerate(pairs)]
+    shape = TableShape.holding(segments, 1, block_tokens)
+    tables = StepTables.over(torch.empty(shape.size, dtype=torch.int32), shape)
+    tables.write(segments)
+    return tables
 
 
 class TapComputer:
@@ -68,7 +85,7 @@ class TapComputer:
         return results + (self._run(batch) if batch else [])
 
     def _run(self, batch: list[Sequence[int]]) -> list[torch.Tensor]:
-        shape = self._model.kv_shape(1, sum(map(len, batch)))
+        shape = self._model.kv_shape(sum(map(len, batch)), 1)
         pool = torch.empty(shape, dtype=self._model.dtype, device=self._device)
         rows = prefill(self._model, batch, [pool] * self._model.layers, self._tap_layers)
         return [r.to("cpu", torch.bfloat16) for r in rows]

@@ -7,6 +7,7 @@ import torch
 
 from draft_training.acceptance import Answer
 from draft_training.slot_decoder import SlotDecoder
+from tandem.layers.argmax import argmax_rows
 from tandem.sampling import SamplingParams
 from verifier_service.models.target_model import TargetModel
 from verifier_service.sampler import sample
@@ -57,7 +58,7 @@ def _record(
     while live:
         step = decoder.step([text[n] for text, n in zip(texts, fed, strict=True)], fed)
         taps[rows, torch.tensor(fed)] = step.taps.to("cpu", torch.bfloat16)
-        greedy = step.logits.argmax(dim=-1).tolist()
+        greedy = argmax_rows(step.logits).tolist()
         for i in sorted(live):
             fed[i] += 1
             params = samplings[i]

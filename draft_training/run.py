@@ -21,6 +21,7 @@ from draft_training.prompts import read_prompts
 from draft_training.recording import record_answers
 from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapFile, TapShape, TapWriter
+from draft_training.target import load_target, writing_folder
 from draft_training.trainer import Trainer
 from draft_training.write_data import import_seed_shards
 from gateway.tokenizer import TargetTokenizer
@@ -31,7 +32,6 @@ from tandem.errors import StartupError
 from tandem.sampling import SamplingParams
 from tandem.torch_setup import pick_device, set_threads
 from verifier_service.models.architectures import read_config
-from verifier_service.models.loading import load_model
 from verifier_service.models.target_config import TargetConfig
 
 CARD_TREES = (8, 16, 32, 64)
@@ -62,6 +62,7 @@ def check(config: TrainConfig) -> None:
     ):
         if value > limit:
             raise StartupError(f"{key}: must be at most {limit} for this target, is {value}")
+    writing_folder(config)
     if min(draft.target_layer_ids) < 0 or len(set(draft.target_layer_ids)) < len(draft.target_layer_ids):
         raise StartupError("draft.target_layer_ids: must be distinct layers, 0 for the first")
 
@@ -161,7 +162,7 @@ def data_minutes(config: TrainConfig, minutes: float | None) -> float | None:
 
 
 def _record(config: TrainConfig, conversations_file: Path, taps_file: Path, device: torch.device) -> None:
-    model = load_model(CheckpointFolder(config.target), getattr(torch, config.dtype), device)
+    model = load_target(config, device)
     prompts = list(read_prompts(config.data.held_out_prompts, TargetTokenizer.load(config.target)))
     answers = record_answers(
         model,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from draft_training.prefill import prefill
+from draft_training.prefill import prefill, step_tables
 from tandem.errors import StartupError
 from verifier_service.models.target_model import Attention, ForwardBatch, TargetModel
 
@@ -49,18 +49,22 @@ class SlotDecoder:
             for _ in range(model.layers)
         ]
         self._first_rows = torch.arange(slots, device=device) * max_tokens
+        self._tables = step_tables(model, [[0]] * slots, [[slot] for slot in range(slots)], max_tokens)
 
     @torch.inference_mode()
     def step(self, tokens: list[int], positions: list[int]) -> SlotStep:
         """Slot i takes tokens[i] at positions[i]; what it held from there on is forgotten."""
         where = torch.tensor(positions, device=self.device)
         lengths = [position + 1 for position in positions]
+        if self._tables:
+            self._tables.prefixes.copy_(where + 1)
         attend = _attend_each(lengths) if self.device.type == "cpu" else _attend_padded(where, max(lengths))
         batch = ForwardBatch(
             token_ids=torch.tensor(tokens, device=self.device),
             positions=where,
             slots=self._first_rows + where,
             attention=attend,
+            tables=self._tables,
         )
         hidden, taps = self._model.forward(batch, self._kv, self._tap_layers)
         return SlotStep(self._model.logits(hidden), torch.cat([*taps, hidden], dim=-1))
@@ -70,11 +74,11 @@ class SlotDecoder:
         """Compute a beginning."""
         model = self._model
         pools = [
-            torch.empty(model.kv_shape(1, len(tokens)), dtype=model.dtype, device=self.device)
+            torch.empty(model.kv_shape(len(tokens), 1), dtype=model.dtype, device=self.device)
             for _ in range(model.layers)
         ]
         taps = prefill(model, [tokens], pools, self._tap_layers)[0]
-        return Prefix([pool[0] for pool in pools], taps)
+        return Prefix([pool[:, 0] for pool in pools], taps)
 
     def begin_with(self, slot: int, prefix: Prefix) -> None:
         """Put a beginning into a slot, at position 0."""

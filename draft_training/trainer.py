@@ -6,7 +6,6 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from draft_training.export import draft_config_json, export
 from draft_training.initial_weights import copy_last_layers, load_draft_model
 from draft_training.loss import LossWeights, TargetHead, block_loss
 from draft_training.network import DraftNetwork
+from draft_training.optimizers import make_optimizers
 from draft_training.taps import TapShape
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
@@ -81,13 +81,19 @@ class Trainer:
             copy_last_layers(self.network, target, self._target_config.layers)
         self._tap_scale = tap_scale
         self._average = {name: tensor.clone() for name, tensor in self.network.state_dict().items()}
-        self._optimizer = torch.optim.AdamW(self._groups(), betas=(0.9, 0.95), eps=1e-8)
+        self._optimizers = make_optimizers(self.network, config.training)
         if checkpoint:
             self.network.load_state_dict(checkpoint.network)
             self._average = {n: t.to(device) for n, t in checkpoint.average.items()}
-            self._optimizer.load_state_dict(checkpoint.optimizer)
-            for group, configured in zip(self._optimizer.param_groups, self._groups(), strict=True):
-                group["weight_decay"] = configured["weight_decay"]
+            if checkpoint.optimizers.keys() != self._optimizers.keys():
+                raise StartupError(
+                    f"training.optimizer: {config.run} was trained with another; remove it to start over"
+                )
+            for name, optimizer in self._optimizers.items():
+                decays = [group["weight_decay"] for group in optimizer.param_groups]
+                optimizer.load_state_dict(checkpoint.optimizers[name])
+                for group, decay in zip(optimizer.param_groups, decays, strict=True):
+                    group["weight_decay"] = decay
         training = config.training
         decay = training.loss_decay or self._default_decay(config.draft.block_size)
         self._weights = LossWeights(decay, training.distribution_share, training.selector_weight)
@@ -143,14 +149,12 @@ class Trainer:
             for items in batches
         ]
         self.network.train()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.network.zero_grad(set_to_none=True)
         sums = []
         for batch in made:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
-                output = self.network(batch.anchors)
-            loss, weights = block_loss(self.network, output, batch, self._head, self._weights)
-            loss.backward()
-            sums.append((loss.detach(), weights))
+                hidden = self.network(batch.anchors)
+            sums.append(block_loss(self.network, hidden, batch, self._head, self._weights))
             progress.anchors += int(batch.valid[:, :, 0].sum())
         total = sum(float(loss) for loss, _ in sums)
         weight = sum(float(weights) for _, weights in sums)
@@ -158,9 +162,10 @@ class Trainer:
             if parameter.grad is not None:
                 parameter.grad /= weight
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), training.clip_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate(progress.step)
-        self._optimizer.step()
+        for optimizer in self._optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = self._learning_rate(progress.step)
+            optimizer.step()
         progress.step += 1
         self._follow()
         return total / weight
@@ -199,7 +204,7 @@ class Trainer:
                 progress=self.progress,
                 network=self.network.state_dict(),
                 average=self._average,
-                optimizer=self._optimizer.state_dict(),
+                optimizers={name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
                 tokens=self._tokens,
                 tap_scale=self._tap_scale,
                 draft=self._draft_json,
@@ -211,14 +216,6 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(self._draft_json))
         return DraftConfig.load(folder)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        matrices = [p for p in self.network.parameters() if p.dim() > 1]
-        vectors = [p for p in self.network.parameters() if p.dim() <= 1]
-        return [
-            {"params": matrices, "weight_decay": self.config.training.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
 
     def _learning_rate(self, step: int) -> float:
         training = self.config.training

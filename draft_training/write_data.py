@@ -22,14 +22,14 @@ from draft_training.prompts import Prompt, prompts_from_files, read_prompts, wri
 from draft_training.slot_decoder import SlotDecoder
 from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapWriter
+from draft_training.target import load_target
 from draft_training.writer import ConversationWriter, ShardSink
 from gateway.tokenizer import TargetTokenizer
-from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.model_json import eos_token_ids
 from tandem.errors import StartupError
 from tandem.logs import setup_logging
 from tandem.torch_setup import pick_device
-from verifier_service.models.loading import load_model
+from verifier_service.models.native_decoder import NativeDecoder
 
 logger = logging.getLogger("draft_training")
 
@@ -46,7 +46,10 @@ class DataWriter:
         self._folder = config.run / "data"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._device = pick_device(config.device, "device")
-        self._model = load_model(CheckpointFolder(config.target), getattr(torch, config.dtype), self._device)
+        self._model = load_target(config, self._device)
+        if isinstance(self._model, NativeDecoder):
+            # What is left to torch is small, and its idle threads would spin on the cores that the decoder's need.
+            torch.set_num_threads(1)
         self._tokenizer = TargetTokenizer.load(config.target)
         self._eos = frozenset(eos_token_ids(config.target))
 

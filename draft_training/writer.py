@@ -12,6 +12,8 @@ from draft_training.prompts import Prompt
 from draft_training.slot_decoder import Prefix, SlotDecoder
 from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapWriter
+from tandem.layers.argmax import argmax_rows
+from tandem.layers.top_k import top_k_rows
 
 _LOOP_TOKENS = 96
 _LOOP_CHECK = 16
@@ -137,13 +139,13 @@ class ConversationWriter:
 
     def _choose(self, logits: torch.Tensor, slots: list[_Slot | None]) -> list[int]:
         """Greedy, or sampled from the top_k: answers at their temperature, user turns at 1."""
-        greedy = logits.argmax(dim=-1)
+        greedy = argmax_rows(logits)
         sampled = [i for i, s in enumerate(slots) if s and not (s.prompt.greedy and s.answer_start is not None)]
         if sampled:
             rows = torch.tensor(sampled, device=logits.device)
             answering = torch.tensor([slots[i].answer_start is not None for i in sampled])  # type: ignore[union-attr]
             temperature = torch.where(answering, self._config.temperature, 1.0).to(logits.device)
-            values, ids = logits[rows].float().topk(min(self._config.top_k, logits.shape[-1]))
+            values, ids = top_k_rows(logits.index_select(0, rows).float(), min(self._config.top_k, logits.shape[-1]))
             picked = torch.multinomial((values / temperature[:, None]).softmax(-1), 1, generator=self._generator)
             greedy[rows] = ids.gather(1, picked)[:, 0]
         return greedy.tolist()

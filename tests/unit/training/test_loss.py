@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+import draft_training.loss as loss_module
 from draft_training.dataset import TrainingBatch
 from draft_training.loss import LossWeights, TargetHead, block_loss
-from draft_training.network import AnchorBatch, BlockOutput
+from draft_training.network import AnchorBatch
 
 VOCAB, HIDDEN, BLOCK, EPS = 11, 4, 4, 1e-6
 
@@ -26,30 +27,31 @@ class FakeConfig:
 class FakeNetwork:
     """As much of a DraftNetwork as the loss reads: a selector that any formula will do for."""
 
-    def __init__(self, top_k: int | None):
+    def __init__(self, top_k: int | None, head: TargetHead):
         self.config = FakeConfig(FakeDflash2(top_k) if top_k else None)
+        self._head = head._head
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self._head.T
 
     @staticmethod
     def candidate_selector(hidden: torch.Tensor, previous: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         return torch.sin(candidates * (previous[..., None] + 1.0)) * hidden.sum(dim=-1, keepdim=True)
 
 
-def make(tokens: list[int] | None, seed: int = 0) -> tuple[TargetHead, BlockOutput, TrainingBatch]:
+def make(tokens: list[int] | None, seed: int = 0) -> tuple[TargetHead, torch.Tensor, TrainingBatch]:
     """Two conversations of two anchors; the second's last anchor fills up, and its first one's block is cut off."""
     g = torch.Generator().manual_seed(seed)
     rows = VOCAB if tokens is None else len(tokens)
     head = TargetHead(torch.rand(HIDDEN, generator=g) + 0.5, EPS, torch.randn(rows, HIDDEN, generator=g), tokens, VOCAB)
-    output = BlockOutput(
-        hidden=torch.randn(2, 2, BLOCK - 1, HIDDEN, generator=g, requires_grad=True),
-        logits=torch.randn(2, 2, BLOCK - 1, rows, generator=g, requires_grad=True),
-    )
+    hidden = torch.randn(2, 2, BLOCK - 1, HIDDEN, generator=g, requires_grad=True)
     ids = torch.randint(0, VOCAB, (2, 2, BLOCK), generator=g)
     valid = torch.ones(2, 2, BLOCK - 1, dtype=torch.bool)
     valid[1, 0, 1:] = False
     valid[1, 1] = False
     anchors = AnchorBatch(torch.zeros(2, 1, 1, HIDDEN), torch.zeros(2, 2, dtype=torch.int64), ids)
     target_hidden = torch.randn(2, 2, BLOCK - 1, HIDDEN, generator=g)
-    return head, output, TrainingBatch(anchors, ids[:, :, 1:], valid, target_hidden)
+    return head, hidden, TrainingBatch(anchors, ids[:, :, 1:], valid, target_hidden)
 
 
 def softmax(scores: list[float]) -> list[float]:
@@ -64,7 +66,7 @@ def cross_entropy(scores: list[float], wanted: list[float]) -> float:
 
 def expected_loss(
     head: TargetHead,
-    output: BlockOutput,
+    proposed: torch.Tensor,
     batch: TrainingBatch,
     weights: LossWeights,
     tokens: list[int] | None,
@@ -83,15 +85,15 @@ def expected_loss(
         if label in tokens:
             share = weights.distribution
             wanted = [share * p + (1 - share) * (t == label) for p, t in zip(wanted, tokens, strict=True)]
-        logits = output.logits[c, a, k].tolist()
+        states = proposed[c, a, k].tolist()
+        logits = [sum(x * w for x, w in zip(states, row, strict=True)) for row in rows]
         loss = cross_entropy(logits, wanted)
         if top_k:
             best = sorted(range(len(tokens)), key=lambda i: -logits[i])[:top_k]
             if label in [tokens[i] for i in best]:
                 mass = sum(wanted[i] for i in best)
                 previous = int(batch.anchors.tokens[c, a, k])
-                states = sum(output.hidden[c, a, k].tolist())
-                scores = [logits[i] + math.sin(tokens[i] * (previous + 1.0)) * states for i in best]
+                scores = [logits[i] + math.sin(tokens[i] * (previous + 1.0)) * sum(states) for i in best]
                 loss += weights.selector * cross_entropy(scores, [wanted[i] / mass for i in best])
         weight = math.exp(-k / weights.decay)
         total, weight_sum = total + weight * loss, weight_sum + weight
@@ -108,52 +110,65 @@ def test_loss_is_its_formula(share: float, tokens: list[int] | None, top_k: int 
     weights = LossWeights(decay=2.0, distribution=share, selector=0.7)
     known = found = 0
     for seed in range(4):
-        head, output, batch = make(tokens, seed)
-        loss, weight = block_loss(FakeNetwork(top_k), output, batch, head, weights)  # type: ignore[arg-type]
-        expected, expected_weight = expected_loss(head, output, batch, weights, tokens, top_k)
+        head, hidden, batch = make(tokens, seed)
+        loss, weight = block_loss(FakeNetwork(top_k, head), hidden, batch, head, weights)  # type: ignore[arg-type]
+        expected, expected_weight = expected_loss(head, hidden, batch, weights, tokens, top_k)
         assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
         assert float(weight) == pytest.approx(expected_weight, rel=1e-5)
         index = head.index(batch.labels[batch.valid])
         known += int((index >= 0).sum())
-        found += int((output.logits[batch.valid].topk(3).indices == index[:, None]).any(dim=1).sum())
+        found += int(((hidden @ head._head.T)[batch.valid].topk(3).indices == index[:, None]).any(dim=1).sum())
     slots = 4 * int(batch.valid.sum())
     assert 0 < found < slots
     assert known == slots if tokens is None else 0 < known < slots
 
 
 @pytest.mark.parametrize("top_k", [None, 3])
+def test_gradients_are_the_losss(top_k: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few rows are held at once: each slot's gradient is what the formula's difference quotient says."""
+    monkeypatch.setattr(loss_module, "_ROWS", 2)
+    weights = LossWeights(decay=2.0, distribution=0.3, selector=0.7)
+    head, hidden, batch = make(None)
+    block_loss(FakeNetwork(top_k, head), hidden, batch, head, weights)  # type: ignore[arg-type]
+    assert hidden.grad is not None
+    for place in batch.valid.nonzero().tolist():
+        step = torch.zeros_like(hidden)
+        step[(*place, 1)] = 1e-3
+        sides = [
+            expected_loss(head, (hidden + side * step).detach(), batch, weights, None, top_k)[0] for side in (1, -1)
+        ]
+        assert float(hidden.grad[(*place, 1)]) == pytest.approx((sides[0] - sides[1]) / 2e-3, rel=5e-3, abs=5e-4)
+
+
+@pytest.mark.parametrize("top_k", [None, 3])
 def test_only_valid_slots_teach(top_k: int | None) -> None:
     """Slots behind a conversation's end and anchors that fill up change neither loss nor gradient."""
     weights = LossWeights(decay=2.0, distribution=0.5, selector=1.0)
-    head, output, batch = make(None)
-    loss, _ = block_loss(FakeNetwork(top_k), output, batch, head, weights)  # type: ignore[arg-type]
-    loss.backward()
-    for tensor in (output.logits, output.hidden) if top_k else (output.logits,):
-        assert tensor.grad is not None
-        assert not tensor.grad[~batch.valid].any()
-    assert output.logits.grad is not None
-    assert output.logits.grad[batch.valid].abs().sum(dim=-1).min() > 0
+    head, hidden, batch = make(None)
+    loss, _ = block_loss(FakeNetwork(top_k, head), hidden, batch, head, weights)  # type: ignore[arg-type]
+    assert hidden.grad is not None
+    assert not hidden.grad[~batch.valid].any()
+    assert hidden.grad[batch.valid].abs().sum(dim=-1).min() > 0
     other = replace(
         batch,
         labels=torch.where(batch.valid, batch.labels, 5),
         target_hidden=torch.where(batch.valid[..., None], batch.target_hidden, 99.0),
     )
-    again, _ = block_loss(FakeNetwork(top_k), output, other, head, weights)  # type: ignore[arg-type]
+    again, _ = block_loss(FakeNetwork(top_k, head), hidden, other, head, weights)  # type: ignore[arg-type]
     assert torch.equal(loss, again)
 
 
-def test_the_selector_alone_moves_where_the_token_is_no_candidate() -> None:
-    """A slot whose token is not among the candidates gives the selector nothing to learn."""
-    weights = LossWeights(decay=2.0, distribution=0.0, selector=1.0)
-    head, output, batch = make(None)
-    block_loss(FakeNetwork(1), output, batch, head, weights)[0].backward()  # type: ignore[arg-type]
-    # With one candidate its softmax is 1: whatever the selector says, there is nothing to choose.
-    assert output.hidden.grad is not None
-    assert not output.hidden.grad.any()
-    head, output, batch = make(None)
-    block_loss(FakeNetwork(3), output, batch, head, weights)[0].backward()  # type: ignore[arg-type]
-    missed = (output.logits.topk(3).indices != batch.labels[..., None]).all(dim=-1)
-    assert output.hidden.grad is not None
+def test_the_selector_learns_where_the_token_is_a_candidate() -> None:
+    """A slot whose token is not among the candidates gives the selector nothing to learn; the others do."""
+    grads = []
+    head, hidden, batch = make(None)
+    for selector in (0.0, 1.0):
+        weights = LossWeights(decay=2.0, distribution=0.0, selector=selector)
+        hidden.grad = None
+        block_loss(FakeNetwork(3, head), hidden, batch, head, weights)  # type: ignore[arg-type]
+        assert hidden.grad is not None
+        grads.append(hidden.grad)
+    moved = (grads[1] - grads[0]).abs().amax(dim=-1) > 1e-6
+    missed = ((hidden @ head._head.T).topk(3).indices != batch.labels[..., None]).all(dim=-1)
     assert (missed & batch.valid).any()
-    assert not output.hidden.grad[missed].any()
-    assert output.hidden.grad[~missed & batch.valid].any()
+    assert (moved == (~missed & batch.valid)).all()

@@ -8,10 +8,11 @@ import torch
 from dflash.model import DFlash2DraftModel, DFlashDraftModel
 from safetensors.torch import load_file
 
+from draft_training import block_attention
 from draft_training.config import DraftSection
 from draft_training.export import draft_config_json, export
 from draft_training.initial_weights import load_draft_model
-from draft_training.network import AnchorBatch, BlockOutput, DraftNetwork
+from draft_training.network import AnchorBatch, DraftNetwork
 from drafter_service.draft_model import BlockRequest, ContextRows, DraftModel
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.folder import CheckpointFolder
@@ -31,6 +32,12 @@ VARIANTS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "DFlash2, reduced head": ({"dflash2": DFLASH2}, HEAD),
 }
 BLOCK = 5
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation's anchors attend in two parts, the second smaller."""
+    monkeypatch.setattr(block_attention, "_PART_ANCHORS", 3)
 
 
 class World:
@@ -76,8 +83,9 @@ class World:
         return AnchorBatch(taps, positions, tokens)
 
     @torch.no_grad()
-    def run(self, batch: AnchorBatch) -> BlockOutput:
-        return self.network(batch)
+    def run(self, batch: AnchorBatch) -> torch.Tensor:
+        """[C, A, B - 1, head rows]: logits."""
+        return self.network.logits(self.network(batch))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -86,7 +94,7 @@ def test_an_exported_folder_drafts_as_the_network_does(variant: str, tmp_path: P
     every anchor, its best chain, and for DFlash2 the selector's scores of every candidate."""
     world = World(tmp_path, variant)
     batch = world.batch()
-    output = world.run(batch)
+    logits = world.run(batch)
     model = DraftModel.load(world.draft, world.target, torch.float32, CPU)
     project = FeatureProjection(world.draft, world.target_config, torch.float32, CPU)
     for row in range(len(batch.positions)):
@@ -94,28 +102,25 @@ def test_an_exported_folder_drafts_as_the_network_does(variant: str, tmp_path: P
             kv, anchor = model.new_context(), int(batch.tokens[row, i, 0])
             model.write_context([ContextRows(kv, 0, project(batch.taps[row, :position].flatten(1)))])
             request = BlockRequest(kv, position, anchor, BLOCK - 1)
-            torch.testing.assert_close(model.block_logits([request]), output.logits[row, i], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(model.block_logits([request]), logits[row, i], rtol=1e-4, atol=1e-4)
             if world.network.config.dflash2:
-                assert_same_candidates(world, model.candidates([request])[0], output, row, i, anchor)
+                assert_same_candidates(world, model.candidates([request])[0], batch, row, i)
             else:
-                best = output.logits[row, i].argmax(dim=-1).tolist()
+                best = logits[row, i].argmax(dim=-1).tolist()
                 assert model.draft([request])[0].tokens == [world.tokens[b] if world.tokens else b for b in best]
 
 
-def assert_same_candidates(
-    world: World, candidates: Any, output: BlockOutput, row: int, anchor_index: int, anchor: int
-) -> None:
+@torch.no_grad()
+def assert_same_candidates(world: World, candidates: Any, batch: AnchorBatch, row: int, anchor_index: int) -> None:
     """Conditional log-probabilities are a softmax of logit + selector over the slot's candidates."""
-    before = [anchor]
+    hidden = world.network(batch)[row, anchor_index]
+    before = [int(batch.tokens[row, anchor_index, 0])]
     for slot, tokens in enumerate(candidates.tokens):
         columns = [world.tokens.index(t) if world.tokens else t for t in tokens]
-        unary = output.logits[row, anchor_index, slot, columns]
-        with torch.no_grad():
-            added = world.network.candidate_selector(
-                output.hidden[row, anchor_index, slot].expand(len(before), -1),
-                torch.tensor(before),
-                torch.tensor(tokens).expand(len(before), -1),
-            )
+        unary = world.network.logits(hidden[slot])[columns]
+        added = world.network.candidate_selector(
+            hidden[slot].expand(len(before), -1), torch.tensor(before), torch.tensor(tokens).expand(len(before), -1)
+        )
         expected = (unary + added).log_softmax(dim=-1)
         torch.testing.assert_close(torch.tensor(candidates.log_probs[slot]), expected, rtol=1e-3, atol=1e-3)
         before = tokens
@@ -180,7 +185,7 @@ def test_loading_what_was_exported_changes_nothing(variant: str, tmp_path: Path)
     other.load_published(published)
     batch = world.batch()
     with torch.no_grad():
-        torch.testing.assert_close(other(batch).logits, world.run(batch).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(other.logits(other(batch)), world.run(batch), rtol=1e-4, atol=1e-4)
     world.network.load_published(published)
     assert all(torch.equal(tensor, before[name]) for name, tensor in world.network.state_dict().items())
     other = DraftNetwork(world.network.config, world.embedding, world.network.head, torch.tensor([0.25, 4.0]))
@@ -195,10 +200,10 @@ def test_dflash2_begins_as_the_dflash_it_is_given(tmp_path: Path) -> None:
     load_draft_model(fresh, v1.draft)
     batch = v1.batch()
     with torch.no_grad():
-        output = fresh(batch)
-        torch.testing.assert_close(output.logits, v1.run(batch).logits, rtol=1e-4, atol=1e-4)
+        hidden = fresh(batch)
+        torch.testing.assert_close(fresh.logits(hidden), v1.run(batch), rtol=1e-4, atol=1e-4)
         candidates = torch.tensor([[1, 2, 3]]).expand(2, -1)
-        assert not fresh.candidate_selector(output.hidden[0, 0, :2], torch.tensor([7, 8]), candidates).any()
+        assert not fresh.candidate_selector(hidden[0, 0, :2], torch.tensor([7, 8]), candidates).any()
     state = v1.network.export_state(v1.network.state_dict())
     del state["hidden_norm.weight"]
     with pytest.raises(KeyError, match="hidden_norm"):
@@ -216,9 +221,9 @@ def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(variant: st
     world = World(tmp_path, variant)
     batch = world.batch()
     taps = batch.taps.clone().requires_grad_()
-    output = world.network(AnchorBatch(taps, batch.positions, batch.tokens))
+    logits = world.network.logits(world.network(AnchorBatch(taps, batch.positions, batch.tokens)))
     for row, anchor in ((0, 0), (1, 1), (1, 2), (2, 3)):
-        (grad,) = torch.autograd.grad(output.logits[row, anchor].pow(2).sum(), taps, retain_graph=True)
+        (grad,) = torch.autograd.grad(logits[row, anchor].pow(2).sum(), taps, retain_graph=True)
         size = grad.abs().amax(dim=(2, 3))
         position = int(batch.positions[row, anchor])
         assert (size[row, :position] > 0).all()
@@ -227,11 +232,11 @@ def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(variant: st
     tokens = batch.tokens.clone()
     tokens[:, :, 1:] += 7
     tokens[1, 2, 0] += 9
-    changed = world.run(AnchorBatch(batch.taps, batch.positions, tokens)).logits
+    changed = world.run(AnchorBatch(batch.taps, batch.positions, tokens))
     same = torch.ones(batch.positions.shape, dtype=torch.bool)
     same[1, 2] = False
-    assert torch.equal(changed[same], output.logits.detach()[same])
-    assert not torch.allclose(changed[1, 2], output.logits[1, 2])
+    assert torch.equal(changed[same], logits.detach()[same])
+    assert not torch.allclose(changed[1, 2], logits[1, 2])
 
 
 def test_blocks_reach_past_the_longest_conversation(tmp_path: Path) -> None:
@@ -239,13 +244,13 @@ def test_blocks_reach_past_the_longest_conversation(tmp_path: Path) -> None:
     world = World(tmp_path, "DFlash")
     last = world.network.config.max_position_embeddings
     batch = world.batch(lengths=(last,), anchors=1)
-    output = world.run(AnchorBatch(batch.taps, torch.tensor([[last]]), batch.tokens))
+    logits = world.run(AnchorBatch(batch.taps, torch.tensor([[last]]), batch.tokens))
     model = DraftModel.load(world.draft, world.target, torch.float32, CPU)
     project = FeatureProjection(world.draft, world.target_config, torch.float32, CPU)
     kv = model.new_context()
     model.write_context([ContextRows(kv, 0, project(batch.taps[0].flatten(1)))])
     request = BlockRequest(kv, last, int(batch.tokens[0, 0, 0]), BLOCK - 1, DraftShape.BLOCK)
-    torch.testing.assert_close(model.block_logits([request]), output.logits[0, 0], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model.block_logits([request]), logits[0, 0], rtol=1e-3, atol=1e-3)
 
 
 def test_exported_files_have_the_usual_mode(tmp_path: Path) -> None:

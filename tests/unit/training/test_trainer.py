@@ -26,7 +26,11 @@ from tests.unit.training.worlds import CPU, chatting_target, load_run, write_ran
 DFLASH2 = {"conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
 VARIANTS: dict[str, dict[str, Any]] = {
     "DFlash": {},
-    "DFlash2, reduced head": {"dflash2": DFLASH2, "draft_vocab_size": 200},
+    "DFlash, Muon": {"training": {"optimizer": "muon"}},
+    "DFlash2, reduced head, Muon": {
+        "draft": {"dflash2": DFLASH2, "draft_vocab_size": 200},
+        "training": {"optimizer": "muon"},
+    },
 }
 
 
@@ -82,8 +86,8 @@ def run_in_pieces(
 def test_a_run_taken_up_is_the_run_never_stopped(variant: str, tmp_path: Path) -> None:
     """Same losses and same weights, bit for bit, wherever it is stopped: within an epoch, at its last step, across the
     border; shards that are added meanwhile enter with the next epoch in both."""
-    whole = prepare(tmp_path / "whole", draft=VARIANTS[variant])
-    pieces = prepare(tmp_path / "pieces", draft=VARIANTS[variant])
+    whole = prepare(tmp_path / "whole", **VARIANTS[variant])
+    pieces = prepare(tmp_path / "pieces", **VARIANTS[variant])
 
     def add_data(config: TrainConfig) -> None:
         write_random_shard(config.run / "data", "c", 8, seed=3)
@@ -171,24 +175,38 @@ def test_a_step_is_adamw_on_the_mean_loss(clip: float, tmp_path: Path, monkeypat
     optimizer = torch.optim.AdamW(groups, lr=trainer.config.training.learning_rate, betas=(0.9, 0.95))
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def spy(network: Any, output: Any, batch: Any, *rest: Any) -> Any:
+    def spy(network: Any, hidden: Any, batch: Any, *rest: Any) -> Any:
         parts.append(block_loss(reference, reference(batch.anchors), batch, *rest))
-        return block_loss(network, output, batch, *rest)
+        return block_loss(network, hidden, batch, *rest)
 
     monkeypatch.setattr(training_module, "block_loss", spy)
     before = {name: tensor.clone() for name, tensor in trainer._average.items()}
     loss = trainer.step(list(trainer._dataset.epoch(0, 0, 2))[:2])
     assert len(parts) == 2
-    mean = torch.stack([s for s, _ in parts]).sum() / torch.stack([w for _, w in parts]).sum()
-    mean.backward()
+    weight = torch.stack([w for _, w in parts]).sum()
+    mean = torch.stack([s for s, _ in parts]).sum() / weight
+    for parameter in reference.parameters():
+        parameter.grad = parameter.grad / weight
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), clip)
     assert norm > 0.05, "clipping should matter"
     optimizer.step()
-    assert loss == pytest.approx(float(mean.detach()), rel=1e-5)
+    assert loss == pytest.approx(float(mean), rel=1e-5)
     for (name, tensor), expected in zip(trainer.network.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(tensor.grad, expected.grad, rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=2e-5)
         torch.testing.assert_close(trainer._average[name], torch.lerp(tensor.detach(), before[name], 2 / 11))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_products_in_bfloat16_change_little(tmp_path: Path) -> None:
+    """With `autocast` losses agree with fp32's to bfloat16's precision, and do differ."""
+    losses = []
+    for autocast in (False, True):
+        trainer = Recorded(prepare(tmp_path / str(autocast), training={"autocast": autocast}))
+        trainer.run(stop_after(trainer, 3), ignore)
+        losses.append(trainer.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[1] != losses[0]
 
 
 def test_the_learning_rate_rises_and_falls(tmp_path: Path) -> None:
@@ -255,6 +273,11 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
         Recorded(load_run(tmp_path, draft={"block_size": 6}))
     with pytest.raises(StartupError, match=r"another architectures, dflash_config, is_causal"):
         Recorded(load_run(tmp_path, draft={"dflash2": DFLASH2}))
+    with pytest.raises(StartupError, match=r"training.optimizer: .* was trained with another; remove it"):
+        Recorded(load_run(tmp_path, training={"optimizer": "muon"}))
+    torch.save({**torch.load(config.run / "checkpoint.pt"), "older": 1}, config.run / "checkpoint.pt")
+    with pytest.raises(StartupError, match=r"checkpoint.pt is of another version's form; remove it"):
+        Recorded(config)
     (config.run / "checkpoint.pt").unlink()
     with pytest.raises(StartupError, match=r"19 conversations, a step takes 20 \(training.batch_conversations"):
         Recorded(load_run(tmp_path, training={"batch_conversations": 5, "accumulation": 4}))
@@ -266,7 +289,7 @@ def test_checkpoints_hold_what_they_say(tmp_path: Path) -> None:
     trainer = Recorded(config)
     trainer.run(stop_after(trainer, 1), ignore)
     raw = torch.load(config.run / "checkpoint.pt", weights_only=True)
-    assert set(raw) == {"progress", "network", "average", "optimizer", "tokens", "tap_scale", "draft"}
+    assert set(raw) == {"progress", "network", "average", "optimizers", "tokens", "tap_scale", "draft"}
     assert raw["progress"]["step"] == 1
     assert len(raw["tokens"]) == 100
     config_json = json.loads((config.run / "evaluated" / "config.json").read_text())

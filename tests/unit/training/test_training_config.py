@@ -11,6 +11,7 @@ from draft_training.config import TrainConfig
 from draft_training.prompts import read_prompts
 from gateway.tokenizer import TargetTokenizer
 from tandem.errors import StartupError
+from tests.fakes.tiny_models import random_target
 from tests.unit.training.worlds import chatting_target, load_run, write_run
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -27,6 +28,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no openings": ({"data": {"kinds": {"chat": {"share": 1, "openings": []}}}}, "data.kinds.chat.openings: "),
     "dflash2": ({"draft": {"dflash2": {"rank": 3}}}, "draft.dflash2.rank: unknown key"),
     "device": ({"device": "tpu"}, "device: "),
+    "kernels": ({"cpu_kernels": "fast"}, "cpu_kernels: "),
+    "missing folder to write with": ({"data": {"target": "nowhere"}}, "data.target: Value error, no config.json"),
 }
 UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "taps": ({"draft": {"target_layer_ids": [0, 3]}}, "draft.target_layer_ids: must be at most 2 .*is 3"),
@@ -34,6 +37,9 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
     "twice the same tap": ({"draft": {"target_layer_ids": [1, 1]}}, "draft.target_layer_ids: must be distinct"),
     "mask token": ({"draft": {"mask_token_id": 512}}, "draft.mask_token_id: must be at most 511"),
     "head": ({"draft": {"draft_vocab_size": 513}}, "draft.draft_vocab_size: must be at most 512"),
+    "fewer words": ({"data": {"target": "few_words"}}, "data.target: .*few_words has vocab_size 496, target has 512"),
+    "narrower": ({"data": {"target": "narrow"}}, "data.target: .*narrow has hidden_size 64, target has 128"),
+    "flatter": ({"data": {"target": "flat"}}, "data.target: .*flat has layers 2, target has 3"),
     "length": ({"data": {"max_answer_tokens": 1000}}, "max_answer_tokens: must be at most 1024 .*is 1048"),
 }
 
@@ -42,6 +48,9 @@ UNSUITABLE: dict[str, tuple[dict[str, Any], str]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("configs")
     chatting_target(path / "target")
+    random_target(path / "few_words", vocab_size=496)
+    random_target(path / "narrow", hidden_size=64)
+    random_target(path / "flat", num_hidden_layers=2)
     return path
 
 

@@ -18,27 +18,33 @@ from draft_training.conversations import (
     shard_files,
     write_shard,
 )
+from draft_training.prefill import TapComputer
 from draft_training.prompts import prompts_from_files
 from draft_training.slot_decoder import SlotDecoder
 from draft_training.taps import SUFFIX as TAPS_SUFFIX
 from draft_training.taps import TapFile, TapShape
+from draft_training.target import load_target as load_run_target
 from draft_training.write_data import DataWriter, import_seed_shards
 from gateway.chat_template import Turn
 from gateway.tokenizer import TargetTokenizer
 from tandem.errors import StartupError
 from tests.fakes.tiny_models import HIDDEN
+from tests.unit.native.runners import round_weights
 from tests.unit.training.worlds import (
+    CPU,
     World,
     chatting_target,
     cycling_target,
     load_run,
     load_run_beside,
+    load_target,
     never,
     prompt_lines,
     random_conversations,
     read,
     write_run,
 )
+from verifier_service.models.native_decoder import NativeDecoder
 
 
 def test_duplicates_and_held_out_prompts_are_dropped(world: World, tmp_path: Path) -> None:
@@ -139,6 +145,52 @@ def test_prompts_of_files_are_answered_once(tmp_path: Path, monkeypatch: pytest.
     assert len({tuple(c.ids[: c.answer_start]) for c, _ in written}) == 10
     monkeypatch.setattr(SlotDecoder, "step", lambda *_: pytest.fail("decoded an answer that is there"))
     DataWriter(config, 0).write(never)
+
+
+@torch.inference_mode()
+def test_the_native_path_writes_what_the_target_says(tmp_path: Path) -> None:
+    """At temperature 0 every token is the largest of fp32 arithmetic on the same weights, or as good as that; hidden
+    states are those of `data.target`, and are not the other folder's."""
+    cycling_target(tmp_path / "target")
+    writing = chatting_target(tmp_path / "writing", num_hidden_layers=2)
+    round_weights(tmp_path / "writing")
+    (tmp_path / "prompts.jsonl").write_text(prompt_lines([f"Question {i}: why is {'x' * i} " for i in range(12)]))
+    data = {"target": "writing", "prompts": ["prompts.jsonl"], "greedy_share": 1, "min_answer_tokens": 2}
+    config = load_run(tmp_path, data=data, dtype="bfloat16", cpu_kernels="native")
+    DataWriter(config, 0).write(never)
+    written = read(config.run / "data")
+    assert len(written) > 6
+    oracle = load_target(tmp_path / "writing")
+    writing.load_state_dict({name: tensor.bfloat16().float() for name, tensor in writing.state_dict().items()})
+    expected_rows = TapComputer(oracle, (0, 1), CPU).rows([c.ids[:-1] for c, _ in written])
+    for (conversation, rows), expected in zip(written, expected_rows, strict=True):
+        assert ((rows - expected).norm(dim=1) <= 0.02 * expected.norm(dim=1)).all()
+        logits = writing(torch.tensor([conversation.ids[:-1]])).logits[0, conversation.answer_start - 1 :]
+        chosen = logits.gather(1, torch.tensor(conversation.ids[conversation.answer_start :])[:, None])[:, 0]
+        assert (logits.amax(dim=1) - chosen <= 0.02 * logits.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "native"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "cpu_kernels": "torch"}, False),
+        ({"dtype": "float32"}, False),
+    ],
+)
+def test_the_native_path_is_taken_where_it_is_possible(
+    changes: dict[str, str], native: bool, world: World, tmp_path: Path
+) -> None:
+    """And torch where the configuration says so, or the dtype is not the native path's."""
+    config = load_run_beside(world[0], tmp_path, {}, **changes)
+    assert isinstance(load_run_target(config, CPU), NativeDecoder) is native
+
+
+def test_a_native_path_that_is_not_possible_is_refused(world: World, tmp_path: Path) -> None:
+    """With the key and the reason."""
+    config = load_run_beside(world[0], tmp_path, {}, cpu_kernels="native")
+    with pytest.raises(StartupError, match=r"^cpu_kernels: native is not possible here: its dtype is not bfloat16"):
+        DataWriter(config, 0)
 
 
 def test_writers_share_the_prompts_of_files(world: World, tmp_path: Path) -> None:
