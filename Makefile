@@ -9,9 +9,8 @@ TARGET := models/smollm2-135m-instruct
 FOUR_BITS := $(TARGET)-4bit
 MIXTURE := $(TARGET)-8x
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
-# What `make figures` draws. Several bench files, of different --max-draft-nodes, give acceptance against budget.
-BENCHES ?= bench.json
-VERIFY_COST ?= bench-verify-cost.json
+# What `make figures` draws.
+RESULTS ?= benchmarks/results
 SOURCES := tandem gateway verifier_service drafter_service draft_training tests benchmarks tools
 
 .PHONY: setup model model-4bit demo demo-ep8 peers lossless test test-fast lint types protos check-protos bench verify-cost \
@@ -55,11 +54,12 @@ bench: setup model
 	  --prompts 24 --max-tokens 64 --json bench.json
 
 verify-cost: setup model
-	$(BIN)/python -m benchmarks.verify_cost --config configs/demo.yaml --json $(VERIFY_COST)
+	$(BIN)/python -m benchmarks.verify_cost --config configs/demo.yaml --json bench-verify-cost.json
 
 figures: setup
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[figures]'
-	$(BIN)/python -m benchmarks.figures --bench $(BENCHES) --verify-cost $(VERIFY_COST) --output docs/figures
+	$(BIN)/python -m benchmarks.figures --bench $(RESULTS)/bench-modes-cpu.json --verify-cost $(RESULTS)/verify-cost-cpu.json \
+	  --draft-eval $(RESULTS)/draft-eval-demo.json --replay $(RESULTS)/replay-cpu.json --output docs/figures
 
 lossless: setup model
 	$(BIN)/python -m benchmarks.lossless --json bench-lossless.json

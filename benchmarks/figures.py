@@ -1,9 +1,9 @@
 """Draws docs/figures from measurements; `make figures` does it.
 
-    python -m benchmarks.figures --bench bench.json --verify-cost verify-cost.json --output docs/figures
+    python -m benchmarks.figures --bench bench.json --verify-cost verify-cost.json --draft-eval draft-eval.json \\
+        --replay replay.json --output docs/figures
 
-Needs matplotlib (`pip install '.[figures]'`). Of several --bench files the first gives the speed-up and the acceptance
-by kind; if they differ in --max-draft-nodes, all together give the acceptance against the budget.
+Each draws what it holds, whatever else is given. Needs matplotlib (`pip install '.[figures]'`).
 """
 
 import argparse
@@ -28,6 +28,8 @@ MARKERS = dict(zip(MODES, "osD^", strict=True))
 
 Bench = dict[str, Any]
 """What `tandem bench --json` writes."""
+EvalRow = dict[str, Any]
+"""A line of `tandem draft-eval --json`."""
 
 
 def speed_up(bench: Bench) -> Figure:
@@ -70,23 +72,65 @@ def acceptance_by_kind(bench: Bench) -> Figure:
     return figure
 
 
-def acceptance_against_budget(benches: list[Bench]) -> Figure:
-    """Acceptance length against the limit of nodes that each measurement set, at its lowest concurrency."""
-    figure, axes = _axes(
-        "nodes verified per step at most", "tokens emitted per drafted step", "Acceptance against budget", benches[0]
+def acceptance_against_budget(rows: list[EvalRow]) -> Figure:
+    """Acceptance length of trees against their nodes, a line per source and kind of text, and of the whole block."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.set(
+        xlabel="nodes of a tree", ylabel="tokens per verify step", title="Acceptance against budget, temperature 0"
     )
-    for mode in MODES[1:]:
-        points = []
-        for bench in benches:
-            results = [r for r in _of_mode(bench, mode) if r["acceptance_length"] is not None]
-            if results:
-                points.append((_budget(bench), min(results, key=lambda r: r["concurrency"])["acceptance_length"]))
-        if points:
-            budgets, lengths = zip(*sorted(points), strict=True)
-            axes.plot(budgets, lengths, label=mode, color=COLOURS[mode], marker=MARKERS[mode])
-    _log_axis(axes, [_budget(bench) for bench in benches])
+    greedy = [row for row in rows if row["temperature"] == 0]
+    sources = list(dict.fromkeys(row["source"] for row in greedy))
+    kinds = list(dict.fromkeys(row["kind"] for row in greedy))
+    budgets: set[int] = set()
+    for source, style in zip(sources, ("-", ":", "--"), strict=False):
+        for number, kind in enumerate(kinds):
+            colour = "black" if kind == "all" else f"C{number}"
+            own = {
+                row["budget"]: row["acceptance_length"]
+                for row in greedy
+                if (row["source"], row["kind"]) == (source, kind)
+            }
+            trees = sorted(
+                (int(name.removeprefix("tree of ")), y) for name, y in own.items() if name.startswith("tree")
+            )
+            budgets |= {nodes for nodes, _ in trees}
+            label = f"{source}, {kind}"
+            axes.plot([n for n, _ in trees], [y for _, y in trees], style, marker="o", color=colour, label=label)
+            for block in (name for name in own if name.startswith("block") and kind == "all"):
+                axes.axhline(own[block], color="black", linestyle=style, alpha=0.4, label=f"{source}, {block}, all")
+    _log_axis(axes, sorted(budgets))
     axes.set_ylim(bottom=1)
-    axes.legend()
+    axes.legend(fontsize=7, ncols=2)
+    return figure
+
+
+def replay_gains(measured: dict[str, Any]) -> Figure:
+    """Tokens/s of auto by those of off against the acceptance length that drafts are set to, a line per concurrency."""
+    rows = [row for row in measured["replay"] if row["mode"] == "auto" and row["ratio_to_off"] is not None]
+    clients = sorted({row["concurrency"] for row in rows})
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.set(
+        xlabel="acceptance length of whole blocks (set, replay drafter)",
+        ylabel="tokens/s by those of plain decoding",
+        title="What auto is worth at an acceptance length",
+    )
+    colours = plt.get_cmap("viridis")
+    for number, count in enumerate(clients):
+        line = sorted(
+            (row["wished_acceptance_length"], row["ratio_to_off"]) for row in rows if row["concurrency"] == count
+        )
+        label = f"{count} client{'s' if count > 1 else ''}"
+        colour = colours(number / len(clients))
+        axes.plot([x for x, _ in line], [y for _, y in line], marker="o", color=colour, label=label)
+    axes.axhline(1.0, color=COLOURS["off"], linestyle="--", label="off")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    plan = measured["plan"]
+    _caption(
+        figure,
+        f"{plan['runs']} runs of {plan['prompts']} prompts, {plan['max_tokens']} tokens at most; "
+        f"{measured['machine_line']}",
+    )
     return figure
 
 
@@ -121,16 +165,24 @@ def verify_cost(measured: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw(benches: list[Bench], cost: dict[str, Any] | None, output: Path) -> list[Path]:
+def draw(
+    bench: Bench | None,
+    cost: dict[str, Any] | None,
+    draft_eval: list[EvalRow] | None,
+    replay: dict[str, Any] | None,
+    output: Path,
+) -> list[Path]:
     """Writes all figures for which there is data; returns their paths."""
     wanted: dict[str, Callable[[], Figure]] = {}
-    if benches:
-        wanted["speed-up"] = lambda: speed_up(benches[0])
-        wanted["acceptance-by-kind"] = lambda: acceptance_by_kind(benches[0])
-    if len({_budget(bench) for bench in benches}) > 1:
-        wanted["acceptance-against-budget"] = lambda: acceptance_against_budget(benches)
+    if bench:
+        wanted["speed-up"] = lambda: speed_up(bench)
+        wanted["acceptance-by-kind"] = lambda: acceptance_by_kind(bench)
+    if draft_eval:
+        wanted["acceptance-against-budget"] = lambda: acceptance_against_budget(draft_eval)
     if cost:
         wanted["verify-cost"] = lambda: verify_cost(cost)
+    if replay:
+        wanted["replay"] = lambda: replay_gains(replay)
     output.mkdir(parents=True, exist_ok=True)
     paths = []
     for name, figure_of in wanted.items():
@@ -169,22 +221,18 @@ def _of_mode(bench: Bench, mode: str) -> list[dict[str, Any]]:
     return sorted((r for r in bench["results"] if r["mode"] == mode), key=lambda r: r["concurrency"])
 
 
-def _budget(bench: Bench) -> int:
-    limit: int | None = bench["plan"]["max_draft_nodes"]
-    return limit if limit is not None else bench["model"]["max_draft_nodes"]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bench", type=Path, nargs="*", default=[])
+    parser.add_argument("--bench", type=Path)
     parser.add_argument("--verify-cost", type=Path)
+    parser.add_argument("--draft-eval", type=Path)
+    parser.add_argument("--replay", type=Path)
     parser.add_argument("--output", type=Path, default=Path("docs/figures"))
     options = parser.parse_args()
-    benches = [json.loads(path.read_text()) for path in options.bench]
-    cost = json.loads(options.verify_cost.read_text()) if options.verify_cost else None
-    if not benches and cost is None:
-        parser.error("nothing to draw: give --bench or --verify-cost")
-    for path in draw(benches, cost, options.output):
+    given = [options.bench, options.verify_cost, options.draft_eval, options.replay]
+    if not any(given):
+        parser.error("nothing to draw: give --bench, --verify-cost, --draft-eval or --replay")
+    for path in draw(*(json.loads(file.read_text()) if file else None for file in given), options.output):
         print(path)
 
 

@@ -22,12 +22,12 @@ def result(mode: str, concurrency: int, ratio: float, length: float | None) -> d
     }
 
 
-def bench(budget: int | None, length: float = 2.0) -> dict[str, Any]:
-    drafted = [result(mode, c, 2.0 / c, length) for mode in ("block", "auto") for c in (1, 2, 4)]
+def bench() -> dict[str, Any]:
+    drafted = [result(mode, c, 2.0 / c, 2.0) for mode in ("block", "auto") for c in (1, 2, 4)]
     return {
         "results": [result("off", c, 1.0, None) for c in (1, 2, 4)] + drafted,
-        "plan": {"runs": 3, "prompts": 12, "max_tokens": 64, "max_draft_nodes": budget},
-        "model": {"model": "a target", "max_draft_nodes": 32},
+        "plan": {"runs": 3, "prompts": 12, "max_tokens": 64},
+        "model": {"model": "a target"},
     }
 
 
@@ -44,32 +44,53 @@ COST = {
 }
 
 
+EVAL = [
+    {"temperature": temperature, "source": source, "budget": budget, "kind": kind, "acceptance_length": length}
+    for temperature in (0.0, 0.8)
+    for source in ("draft model", "n-gram")
+    for budget, length in (("block of 8", 1.5), ("tree of 16", 2.5), ("tree of 4", 2.0))
+    for kind in ("chat", "all")
+]
+REPLAY = {
+    "replay": [
+        {"wished_acceptance_length": length, "mode": mode, "concurrency": count, "ratio_to_off": length / count}
+        for length in (3.0, 1.0)
+        for mode in ("off", "auto")
+        for count in (1, 2)
+    ],
+    "plan": {"runs": 3, "prompts": 12, "max_tokens": 64},
+    "machine_line": "a machine",
+}
+
+
 def test_all_figures_are_drawn_and_the_same_data_give_the_same_files(tmp_path: Path) -> None:
     """They are committed: a new file must mean new numbers."""
-    benches = [bench(None, 3.0), bench(4, 2.0)]
-    paths = figures.draw(benches, COST, tmp_path / "a")
-    names = ["speed-up.svg", "acceptance-by-kind.svg", "acceptance-against-budget.svg", "verify-cost.svg"]
-    assert [path.name for path in paths] == names
-    again = figures.draw(benches, COST, tmp_path / "b")
+    paths = figures.draw(bench(), COST, EVAL, REPLAY, tmp_path / "a")
+    names = ["speed-up", "acceptance-by-kind", "acceptance-against-budget", "verify-cost", "replay"]
+    assert [path.name for path in paths] == [f"{name}.svg" for name in names]
+    again = figures.draw(bench(), COST, EVAL, REPLAY, tmp_path / "b")
     assert [path.read_bytes() for path in paths] == [path.read_bytes() for path in again]
-    assert all("a target" in path.read_text() and "a machine" in path.read_text() for path in paths)
+    assert all("a machine" in path.read_text() for path in paths if "budget" not in path.name)
 
 
 def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
-    assert [path.name for path in figures.draw([], COST, tmp_path)] == ["verify-cost.svg"]
-    assert [path.name for path in figures.draw([bench(4)], None, tmp_path)] == [
+    assert [path.name for path in figures.draw(None, COST, None, None, tmp_path)] == ["verify-cost.svg"]
+    assert [path.name for path in figures.draw(bench(), None, None, None, tmp_path)] == [
         "speed-up.svg",
         "acceptance-by-kind.svg",
     ]
 
 
 def test_the_lines_hold_the_measured_ratios_and_budgets() -> None:
-    axes = figures.speed_up(bench(None)).axes[0]
+    axes = figures.speed_up(bench()).axes[0]
     line = axes.containers[0].lines[0]
     assert list(line.get_xdata()) == [1, 2, 4]
     assert list(line.get_ydata()) == [2.0, 1.0, 0.5]
-    budgets = figures.acceptance_against_budget([bench(None, 3.0), bench(4, 2.0)]).axes[0].lines[0]
-    assert list(budgets.get_xdata()) == [4, 32]
-    assert list(budgets.get_ydata()) == [2.0, 3.0]
+    budgets = figures.acceptance_against_budget(EVAL).axes[0].lines[0]
+    assert list(budgets.get_xdata()) == [4, 16]
+    assert list(budgets.get_ydata()) == [2.0, 2.5]
     cost = figures.verify_cost(COST).axes[0].lines[0]
     assert list(cost.get_ydata()) == pytest.approx([1.0, 18 / 11])
+    two_clients = figures.replay_gains(REPLAY).axes[0].lines[1]
+    assert list(two_clients.get_xdata()) == [1.0, 3.0]
+    assert list(two_clients.get_ydata()) == [0.5, 1.5]
