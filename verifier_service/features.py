@@ -62,7 +62,7 @@ class FeaturePool:
     speculation is off, one matrix product per MAX_WAITING rows takes the place of one per step.
     """
 
-    MAX_WAITING = 64
+    MAX_WAITING = 512
 
     def __init__(self, slots: int, projection: FeatureProjection | None, dtype: torch.dtype, device: torch.device):
         self._projection = projection
