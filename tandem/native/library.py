@@ -187,7 +187,6 @@ class Decoder:
         """norm: [hidden], rope: [positions, 2, head_dim / 2], cos and sin; fp32."""
         self.sizes = sizes
         self._library = library
-        self._logits = torch.empty(0, sizes.vocab)
         self._kept = (list(layers), embedding, head, norm, rope)
         shape, table = shape_and_layers(sizes, layers)
         self._handle = library.tandem_decoder(
@@ -240,11 +239,8 @@ class Decoder:
         return out, tapped
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden: [rows, hidden], fp32, as forward returned it. Returns [rows, vocab] fp32, which the next call
-        overwrites: fresh memory of that size would be mapped and cleared page by page in every step."""
-        if len(self._logits) < len(hidden):
-            self._logits = torch.empty(len(hidden), self.sizes.vocab)
-        out = self._logits[: len(hidden)]
+        """hidden: [rows, hidden], fp32, as forward returned it. Returns [rows, vocab] fp32."""
+        out = torch.empty(len(hidden), self.sizes.vocab)
         self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
         return out
 
