@@ -125,12 +125,7 @@ def replay_gains(measured: dict[str, Any]) -> Figure:
     axes.axhline(1.0, color=COLOURS["off"], linestyle="--", label="off")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    plan = measured["plan"]
-    _caption(
-        figure,
-        f"{plan['runs']} runs of {plan['prompts']} prompts, {plan['max_tokens']} tokens at most; "
-        f"{measured['machine_line']}",
-    )
+    _caption(figure, f"{_runs(measured['plan'])}; {measured['machine_line']}")
     return figure
 
 
@@ -196,10 +191,12 @@ def draw(
 def _axes(x: str, y: str, title: str, bench: Bench) -> tuple[Figure, Axes]:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.set(xlabel=x, ylabel=y, title=title)
-    plan = bench["plan"]
-    runs = f"{plan['runs']} runs of {plan['prompts']} prompts, {plan['max_tokens']} tokens at most"
-    _caption(figure, f"{bench['model']['model']}; {runs}; {bench['results'][0]['machine']}")
+    _caption(figure, f"{bench['model']['model']}; {_runs(bench['plan'])}; {bench['results'][0]['machine']}")
     return figure, axes
+
+
+def _runs(plan: dict[str, Any]) -> str:
+    return f"{plan['runs']} runs of {plan['prompts']} prompts, {plan['max_tokens']} tokens at most"
 
 
 def _caption(figure: Figure, text: str) -> None:

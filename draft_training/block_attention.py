@@ -21,8 +21,8 @@ class View:
     """[N, 2, 1, head_dim]"""
     block_rope: torch.Tensor
     """[C, A, B, 2, 1, head_dim]"""
-    seen: torch.Tensor
-    """[C, A, N] bool: the context before each anchor."""
+    unseen: torch.Tensor
+    """[C, 1, A, 1, N] bool: the context that is not before each anchor."""
     part: tuple[int, int]
     """Conversations, and anchors of each, that attend together: on a CPU so few that their scores stay in the cache and
     little context is read that none of them sees; on a GPU all."""
@@ -42,7 +42,7 @@ def make_view(context: torch.Tensor, anchors: torch.Tensor, block: int, rope: to
         context=context,
         context_rope=rope[:length, :, None],
         block_rope=rope[anchors[:, :, None] + torch.arange(block, device=device)][:, :, :, :, None],
-        seen=torch.arange(length, device=device) < anchors[:, :, None],
+        unseen=torch.arange(length, device=device) >= anchors[:, None, :, None, None],
         part=part,
         reach=reach,
     )
@@ -77,7 +77,7 @@ class BlockAttention(nn.Module):
         k, v = (t.permute(0, 3, 1, 2, 4) for t in (k, v))
         context_k, context_v = (t.permute(0, 2, 1, 3) for t in (context_k, context_v))
         conversations, anchors = view.part
-        whole = (q, k, v, ~view.seen[:, None, :, None], context_k, context_v)
+        whole = (q, k, v, view.unseen, context_k, context_v)
         reach, rows = iter(view.reach), []
         for *own, own_k, own_v in zip(*(t.split(conversations) for t in whole), strict=True):
             parts = zip(*(t.split(anchors, dim=2) for t in own), strict=True)

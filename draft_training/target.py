@@ -8,16 +8,14 @@ from draft_training.config import TrainConfig
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.errors import StartupError
 from verifier_service.models.architectures import read_config
-from verifier_service.models.loading import load_cpu_model, load_model
+from verifier_service.models.loading import load_served_model
 from verifier_service.models.target_model import TargetModel
 
 
 def load_target(config: TrainConfig, device: torch.device) -> TargetModel:
     """As the verifier would, of `data.target` where that is set. StartupError as writing_folder's and load_model's."""
     folder, dtype = CheckpointFolder(writing_folder(config)), getattr(torch, config.dtype)
-    if device.type != "cpu" or config.cpu_kernels == "torch":
-        return load_model(folder, dtype, device)
-    return load_cpu_model(folder, dtype, config.cpu_kernels, key="cpu_kernels")
+    return load_served_model(folder, dtype, device, config.cpu_kernels, key="cpu_kernels")
 
 
 def writing_folder(config: TrainConfig) -> Path:

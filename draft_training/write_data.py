@@ -28,7 +28,7 @@ from gateway.tokenizer import TargetTokenizer
 from tandem.checkpoints.model_json import eos_token_ids
 from tandem.errors import StartupError
 from tandem.logs import setup_logging
-from tandem.torch_setup import pick_device
+from tandem.torch_setup import leave_cores_to_native, pick_device
 from verifier_service.models.native_decoder import NativeDecoder
 
 logger = logging.getLogger("draft_training")
@@ -48,8 +48,7 @@ class DataWriter:
         self._device = pick_device(config.device, "device")
         self._model = load_target(config, self._device)
         if isinstance(self._model, NativeDecoder):
-            # What is left to torch is small, and its idle threads would spin on the cores that the decoder's need.
-            torch.set_num_threads(1)
+            leave_cores_to_native()
         self._tokenizer = TargetTokenizer.load(config.target)
         self._eos = frozenset(eos_token_ids(config.target))
 

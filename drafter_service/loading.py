@@ -17,7 +17,7 @@ from tandem.checkpoints.draft_config import DraftConfig
 from tandem.config import DrafterConfig
 from tandem.errors import StartupError
 from tandem.native.choice import takes_native
-from tandem.torch_setup import pick_device, set_threads
+from tandem.torch_setup import leave_cores_to_native, pick_device, set_threads
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,7 @@ def load_draft_model(
     graphs = section.graphs
     if native:
         model = NativeDraftModel(network, int8, torch.get_num_threads())
-        # What is left to torch is small, and its idle threads would spin on the cores that the target's need.
-        torch.set_num_threads(1)
+        leave_cores_to_native()
     elif graphs.fixed_shapes(device.type):
         model = PagedDraftModel(network, metrics, section.kv_blocks, section.kv_block_tokens, graphs.eager_fallback)
     else:

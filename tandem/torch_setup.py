@@ -18,3 +18,9 @@ def set_threads(threads: int | None) -> None:
     """CPU threads for one operation; None keeps torch's choice, all cores."""
     if threads:
         torch.set_num_threads(threads)
+
+
+def leave_cores_to_native() -> None:
+    """Beside a model on the CPU's native path: what is left to torch is small, and its idle threads would spin on the
+    cores that the native code's need."""
+    torch.set_num_threads(1)

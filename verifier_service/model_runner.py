@@ -158,10 +158,6 @@ class ModelRunner:
     def _keep_features(
         self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: list[torch.Tensor]
     ) -> None:
-        picked = torch.cat(taps, dim=-1)
-        if all(s.rows == 1 and s.sequence.request.speculates for s in segments) and len(segments) == len(picked):
-            self._feature_pool.write(slots, picked)
-            return
         rows: list[int] = []
         kept: list[int] = []
         first_row = 0
@@ -170,9 +166,15 @@ class ModelRunner:
                 rows += [first_row + row for row in verdict.accepted_rows]
                 kept += range(first_row, first_row + len(verdict.accepted_rows))
             first_row += segment.rows
-        if rows != list(range(len(picked))):
-            picked = picked.index_select(0, torch.tensor(rows).to(self._device))
-        self._feature_pool.write(slots.index_select(0, torch.tensor(kept).to(self._device)), picked)
+        picked = _rows_of(torch.cat(taps, dim=-1), rows)
+        self._feature_pool.write(_rows_of(slots, kept), picked)
+
+
+def _rows_of(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """The tensor itself where that is all of it, as in most plain steps."""
+    if rows == list(range(len(tensor))):
+        return tensor
+    return tensor.index_select(0, torch.tensor(rows).to(tensor.device))
 
 
 def _logit_rows(segments: list[Segment]) -> list[int]:

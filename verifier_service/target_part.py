@@ -12,11 +12,11 @@ from tandem.config import ParallelConfig, StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.expert_files import read_placement
 from tandem.layers.linear import Linear
-from tandem.torch_setup import pick_device, set_threads
+from tandem.torch_setup import leave_cores_to_native, pick_device, set_threads
 from verifier_service.features import FeatureProjection
 from verifier_service.models.architectures import read_config
 from verifier_service.models.decoder import DecoderModel
-from verifier_service.models.loading import Placement, load_cpu_model, load_model
+from verifier_service.models.loading import Placement, load_served_model
 from verifier_service.models.native_decoder import NativeDecoder
 from verifier_service.parallel.launch import Member
 from verifier_service.parallel.ranks import ALONE, Group, Parallel
@@ -73,12 +73,9 @@ def _model(
     progress: Callable[[str, int], None] | None,
 ) -> DecoderModel | NativeDecoder:
     dtype = getattr(torch, section.dtype)
-    if device.type != "cpu" or section.cpu_kernels == "torch":
-        return load_model(folder, dtype, device, parallel, placement, progress)
-    model = load_cpu_model(folder, dtype, section.cpu_kernels, parallel, placement, progress)
+    model = load_served_model(folder, dtype, device, section.cpu_kernels, parallel, placement, progress)
     if isinstance(model, NativeDecoder):
-        # What is left to torch is small, and its idle threads would spin on the cores that the decoder's need.
-        torch.set_num_threads(1)
+        leave_cores_to_native()
     return model
 
 

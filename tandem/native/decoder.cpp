@@ -70,6 +70,16 @@ void Decoder::phase(Team::Place& place, Part part, int tasks, Task&& task) {
 
 int Decoder::tasks_of(int blocks) const { return std::min((blocks + 1) / 2, kTasksPerThread * team_.size()); }
 
+// A phase: to = x m^T, or += it; to: [rows, m.out()].
+void Decoder::product(
+    Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add) {
+    const int tasks = tasks_of(m.blocks());
+    phase(place, part, tasks, [&](int task) {
+        int first = (int)((int64_t)m.blocks() * task / tasks), end = (int)((int64_t)m.blocks() * (task + 1) / tasks);
+        multiply(m, first, end - first, x, rows, to + (size_t)first * kBlock, m.out(), add);
+    });
+}
+
 void Decoder::forward(const Step& step) {
     phase_end_ = now();
     const int width = (shape_.heads + 2 * shape_.kv_heads) * shape_.head_dim;
@@ -113,14 +123,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         const int tile = task / shape_.kv_heads;
         plan_.attend(tile, task % shape_.kv_heads, q_.data(), pool(step, index, plan_.first_row(tile)), attended_);
     });
-    auto added = [&](const Matrix& m, const Activations& x) {
-        const int tasks = tasks_of(m.blocks());
-        phase(place, kLinears, tasks, [&](int task) {
-            int first = (int)((int64_t)m.blocks() * task / tasks), end = (int)((int64_t)m.blocks() * (task + 1) / tasks);
-            multiply(m, first, end - first, x, rows, step.hidden + (size_t)first * kBlock, hidden, true);
-        });
-    };
-    added(*w.o, attended_);
+    product(place, kLinears, *w.o, attended_, rows, step.hidden, true);
     phase(place, kOther, rows, [&](int row) { normalise(step.hidden, w.post_norm, row); });
 
     // Two blocks of gate and of up make 32 columns of the inner activations.
@@ -138,7 +141,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
             inner_.set(row, pair * kGroup, kGroup, g);
         }
     });
-    added(*w.down, inner_);
+    product(place, kLinears, *w.down, inner_, rows, step.hidden, true);
     const bool last = index + 1 == shape_.layers;
     phase(place, kOther, rows, [&](int row) {
         const float* x = step.hidden + (size_t)row * hidden;
@@ -153,14 +156,9 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
 void Decoder::logits(const float* hidden, int rows, float* to) {
     phase_end_ = now();
     normed_.resize(rows, shape_.hidden);
-    const int tasks = tasks_of(head_->blocks());
     team_.run(2, [&](Team::Place& place) {
         phase(place, kOther, rows, [&](int row) { normalise(hidden, norm_, row); });
-        phase(place, kHead, tasks, [&](int task) {
-            int first = (int)((int64_t)head_->blocks() * task / tasks);
-            int end = (int)((int64_t)head_->blocks() * (task + 1) / tasks);
-            multiply(*head_, first, end - first, normed_, rows, to + (size_t)first * kBlock, shape_.vocab, false);
-        });
+        product(place, kHead, *head_, normed_, rows, to, false);
     });
 }
 
@@ -168,14 +166,9 @@ void Decoder::linear(const Matrix& matrix, const float* x, int rows, float* to) 
     phase_end_ = now();
     others_.need(matrix.form());
     others_.resize(rows, matrix.in());
-    const int tasks = tasks_of(matrix.blocks());
     team_.run(2, [&](Team::Place& place) {
         phase(place, kOther, rows, [&](int row) { others_.set(row, 0, matrix.in(), x + (size_t)row * matrix.in()); });
-        phase(place, kLinears, tasks, [&](int task) {
-            int first = (int)((int64_t)matrix.blocks() * task / tasks);
-            int end = (int)((int64_t)matrix.blocks() * (task + 1) / tasks);
-            multiply(matrix, first, end - first, others_, rows, to + (size_t)first * kBlock, matrix.out(), false);
-        });
+        product(place, kLinears, matrix, others_, rows, to, false);
     });
 }
 

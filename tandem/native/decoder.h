@@ -60,6 +60,8 @@ class Decoder {
   private:
     template <class Task>
     void phase(Team::Place& place, Part part, int tasks, Task&& task);
+    void product(
+        Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add);
     void layer(Team::Place& place, int index, const Step& step);
     void normalise(const float* x, const float* weight, int row);
     void rotate(int row, int index, const Step& step);

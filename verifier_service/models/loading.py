@@ -57,6 +57,22 @@ def load_model(
     return DecoderModel(config, embedding, layers, norm, head, ranks, rope.to(device))
 
 
+def load_served_model(
+    folder: CheckpointFolder,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Literal["auto", "native", "torch"],
+    parallel: Parallel = ALONE,
+    placement: Placement | None = None,
+    progress: Callable[[str, int], None] | None = None,
+    key: str = "verifier.cpu_kernels",
+) -> DecoderModel | NativeDecoder:
+    """On a CPU by `kernels`, as load_cpu_model says, or in torch; elsewhere in torch."""
+    if device.type != "cpu" or kernels == "torch":
+        return load_model(folder, dtype, device, parallel, placement, progress)
+    return load_cpu_model(folder, dtype, kernels, parallel, placement, progress, key)
+
+
 def load_cpu_model(
     folder: CheckpointFolder,
     dtype: torch.dtype,

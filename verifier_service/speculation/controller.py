@@ -254,10 +254,7 @@ class SpeculationController:
 
     def observe_step(self, rows: int, sequences: int, context_tokens: float, seconds: float) -> None:
         """A step without prefill took so long, waits not included."""
-        self._steps += 1
-        self._busy += seconds
-        if rows == sequences:
-            self._plain_seen = self._busy, self._steps
+        self._count(seconds, plain=rows == sequences)
         self.steps.observe(rows, sequences, context_tokens, seconds)
 
     @property
@@ -267,9 +264,7 @@ class SpeculationController:
 
     def pass_step(self, sequences: int, seconds: float) -> None:
         """A plain step that nobody looked at took so long."""
-        self._steps += 1
-        self._busy += seconds
-        self._plain_seen = self._busy, self._steps
+        self._count(seconds, plain=True)
         self._until_review -= 1
         if self._informed:
             self._account.pass_time(1.0, sequences)
@@ -302,6 +297,12 @@ class SpeculationController:
                 if self._probe and self._probe.reason is Reason.PROBING_DRAFTS:
                     self._probe_left = max(1, self._probe_left)
             self.drafts.observe(sequences, nodes, seconds, self.steps.drift, age)
+
+    def _count(self, seconds: float, plain: bool) -> None:
+        self._steps += 1
+        self._busy += seconds
+        if plain:
+            self._plain_seen = self._busy, self._steps
 
     @property
     def _informed(self) -> bool:

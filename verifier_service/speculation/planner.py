@@ -127,9 +127,11 @@ class SpeculationPlanner:
             self._calibrate(drafted, segments, verdicts)
         if any(len(s.token_ids) > 1 for s in segments):
             return
+        auto = [s for s in segments if s.sequence.request.speculation_mode is SpeculationMode.AUTO]
+        if auto and self._drafting.pool:
+            self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
         if cycle and cycle.unseen and not drafted:
             self._controller.pass_step(len(segments), seconds)
-            self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
             return
         rows, context = sum(s.rows for s in segments), float(sum(s.start for s in segments))
         predicted = self._controller.steps.predict(rows, len(segments), context)
@@ -140,11 +142,8 @@ class SpeculationPlanner:
                 len(segments), cycle.decoding, context, emitted, cycle_seconds, cycle.drafted or drafted is not None
             )
         self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
-        if self._drafting.pool and any(s.sequence.request.speculation_mode is SpeculationMode.AUTO for s in segments):
-            self._metrics.count_choice(self._present_mode.value, self._controller.order.reason.value)
-        for segment in segments if drafted else ():
-            if segment.sequence.request.speculation_mode is SpeculationMode.AUTO:
-                self._metrics.chosen_nodes.observe(segment.nodes)
+        for segment in auto if drafted else ():
+            self._metrics.chosen_nodes.observe(segment.nodes)
 
     def observe_wait(self, used: list[PendingDraft], seconds: float) -> None:
         """A step waited so long for these drafts, which may have come or not."""

@@ -68,8 +68,8 @@ def test_drafts_equal_the_reference_and_predict_the_target() -> None:
 @torch.inference_mode()
 def test_trees_hold_more_of_what_the_target_says_than_blocks() -> None:
     """Along a greedy answer of the demo target, in bfloat16: trees of 32 nodes reach further into it than blocks of 7
-    on average, small ones no less far, and the draft model's own estimate of how far
-    they reach is of the right size."""
+    on average, small ones no less far, those that begin with the block at no anchor, and the draft model's own estimate
+    of how far they reach is of the right size."""
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
     reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
     prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
@@ -83,19 +83,28 @@ def test_trees_hold_more_of_what_the_target_says_than_blocks() -> None:
 
     accepted: dict[tuple[DraftShape, int], list[int]] = {}
     expected = []
+    begin_with_block = []
     kv = model.new_context()
     model.write_context([ContextRows(kv, 0, features)])
     for base in range(prompt.shape[1], len(answer) - 8):
+        chain: list[int] = []
         for shape, nodes in ((DraftShape.BLOCK, 7), (DraftShape.TREE, 10), (DraftShape.TREE, 32)):
             draft = model.draft([BlockRequest(kv, base, answer[base], nodes, shape)])[0]
             path, _ = walk(draft, lambda index, depth, base=base: answer[base + 1 + depth])
             accepted.setdefault((shape, nodes), []).append(len(path))
+            if shape is DraftShape.BLOCK:
+                chain = draft.tokens
+            elif nodes == 10:
+                begin_with_block.append(draft.tokens[:7] == chain)
             if nodes == 32:
                 expected.append(sum(math.exp(x) for x in draft.path_log_probs()))
         # The block was written over position base's context: write it again.
         model.write_context([ContextRows(kv, base, features[base:])])
     block = accepted[DraftShape.BLOCK, 7]
-    assert sum(accepted[DraftShape.TREE, 10]) >= sum(block)
+    small = accepted[DraftShape.TREE, 10]
+    assert any(begin_with_block)
+    assert all(s >= b for s, b, begins in zip(small, block, begin_with_block, strict=True) if begins)
+    assert sum(small) >= sum(block)
     assert sum(accepted[DraftShape.TREE, 32]) > 1.1 * sum(block)
     assert 0.5 < sum(expected) / sum(accepted[DraftShape.TREE, 32]) < 2
 
