@@ -8,13 +8,15 @@ import torch
 from drafter_service.context_kv import ContextKV
 from drafter_service.draft_model import MAX_CANDIDATES, BlockRequest, ContextRows, draft_from
 from drafter_service.draft_network import DraftNetwork
+from drafter_service.draft_weights import ConvWeights
+from drafter_service.slot_candidates import selected_candidates
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.draft_tree import Candidates, Draft
 from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
-from tandem.native.block_network import BlockNetwork, Rows
-from tandem.native.library import LayerWeights, Matrix, Sizes, load, rotations, why_not_here
+from tandem.native.block_network import Best, BlockNetwork, Rows
+from tandem.native.library import BLOCK, LayerWeights, Matrix, Sizes, load, rotations, why_not_here
 from tandem.speculation import DraftShape
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,6 @@ logger = logging.getLogger(__name__)
 def why_not_native(config: DraftConfig, dtype: torch.dtype) -> str | None:
     """What keeps this draft model from the native path; None: nothing. Builds the library if that was not done yet."""
     for wrong, reason in (
-        (config.dflash2 is not None, "it is a DFlash2 draft model"),
         (any(layer.causal or layer.window is not None for layer in config.layers), "it has causal or sliding layers"),
         (config.attention_bias, "its attention has biases"),
         (config.input_embedding_scale != 1.0, "it scales embeddings"),
@@ -32,6 +33,9 @@ def why_not_native(config: DraftConfig, dtype: torch.dtype) -> str | None:
     ):
         if wrong:
             return reason
+    rank = config.dflash2.selector_rank if config.dflash2 else 0
+    if rank % BLOCK:
+        return f"selector_rank, {rank}, is not a multiple of {BLOCK}"
     return _sizes(config).misfit("the head's vocabulary") or why_not_here()
 
 
@@ -45,16 +49,19 @@ class NativeDraftModel:
 
     def __init__(self, network: DraftNetwork, int8: bool, threads: int):
         """network: one that why_not_native has nothing against, loaded without int8; its layers are copied. int8: all
-        matrices, those of the context too, in 8 bits per group of 32 columns."""
+        matrices, those of the context too, in 8 bits per group of 32 columns; but not DFlash2's own, which are small
+        and cost the most accuracy there."""
         self.config = config = network.config
-        self._draft_tokens = network.weights.draft_tokens
-        self._warned = False
         weights = network.weights
+        self._draft_tokens = weights.draft_tokens
+        self._selector = weights.selector
+        self._warned = False
         self._blocks = BlockNetwork(
             load(),
             _sizes(config),
             [_layer(network, index, int8) for index in range(config.num_hidden_layers)],
             _matrix(_stored(weights.head), int8),
+            _matrix(_stored(weights.selector.projection), int8=False) if weights.selector else None,
             weights.norm.float(),
             weights.embedding.contiguous(),
             config.block_size,
@@ -91,21 +98,32 @@ class NativeDraftModel:
     def draft(self, requests: Sequence[BlockRequest[ContextKV]]) -> list[Draft]:
         """One forward over the blocks of all requests, which are of different sequences: the chain of the most probable
         tokens, or the most probable prefixes."""
+        slots = [self._slots(r) for r in requests]
+        if self._selector is not None:
+            best, tokens = self._best(requests, self._selector.top_k)
+            anchors = torch.tensor([r.anchor for r in requests])
+            assert best.projected is not None
+            candidates = selected_candidates(best.log_probs, tokens, slots, anchors, best.projected, self._selector)
+            return [draft_from(c, r.nodes, r.shape) for c, r in zip(candidates, requests, strict=True)]
         trees = [r.nodes for r in requests if r.shape is DraftShape.TREE]
-        best = self._blocks.draft(self._rows(requests), min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head))
-        columns = best.columns.long()
-        tokens = (columns if self._draft_tokens is None else self._draft_tokens[columns]).tolist()
-        log_probs = best.log_probs.tolist()
+        best, tokens = self._best(requests, min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head))
+        of_slots, log_probs = tokens.tolist(), best.log_probs.tolist()
         drafts, end = [], 0
-        for request in requests:
-            slots = slice(end, end + self._slots(request))
-            end = slots.stop
+        for request, count in zip(requests, slots, strict=True):
+            own = slice(end, end + count)
+            end = own.stop
             if request.shape is DraftShape.TREE:
-                candidates = Candidates(tokens[slots], [[row] for row in log_probs[slots]])
-                drafts.append(draft_from(candidates, request.nodes, request.shape))
+                mine = Candidates(of_slots[own], [[row] for row in log_probs[own]])
+                drafts.append(draft_from(mine, request.nodes, request.shape))
             else:
-                drafts.append(Draft.block([row[0] for row in tokens[slots]], [row[0] for row in log_probs[slots]]))
+                drafts.append(Draft.block([row[0] for row in of_slots[own]], [row[0] for row in log_probs[own]]))
         return drafts
+
+    def _best(self, requests: Sequence[BlockRequest[ContextKV]], k: int) -> tuple[Best, torch.Tensor]:
+        """A forward, and the tokens of its columns."""
+        best = self._blocks.draft(self._rows(requests), k)
+        columns = best.columns.long()
+        return best, columns if self._draft_tokens is None else self._draft_tokens[columns]
 
     def block_logits(self, requests: Sequence[BlockRequest[ContextKV]]) -> torch.Tensor:
         """See DraftModel.block_logits."""
@@ -132,6 +150,7 @@ class NativeDraftModel:
 
 
 def _sizes(config: DraftConfig) -> Sizes:
+    convs = config.dflash2
     return Sizes(
         config.num_hidden_layers,
         config.hidden_size,
@@ -141,6 +160,7 @@ def _sizes(config: DraftConfig) -> Sizes:
         config.head_dim,
         config.draft_vocab_size or config.vocab_size,
         config.rms_norm_eps,
+        *((convs.conv_kernel_size, convs.conv_group_size, config.block_size) if convs else ()),
     )
 
 
@@ -149,6 +169,7 @@ def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     q, k, v = _stored(layer.qkv).split((heads * dim, kv_heads * dim, kv_heads * dim))
     gate, up = _stored(layer.gate_up).chunk(2)
+    around_attention, around_mlp = _conv(layer.attention_conv), _conv(layer.mlp_conv)
     return LayerWeights(
         q=_matrix(q, int8),
         k=_matrix(k, int8),
@@ -161,7 +182,15 @@ def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:
         post_norm=layer.post_attention_norm.float(),
         q_norm=layer.query_key_norm[0].float(),
         k_norm=layer.query_key_norm[-1].float(),
+        attention_conv_kernels=around_attention[0],
+        attention_conv_base=around_attention[1],
+        mlp_conv_kernels=around_mlp[0],
+        mlp_conv_base=around_mlp[1],
     )
+
+
+def _conv(conv: ConvWeights | None) -> tuple[Matrix, torch.Tensor] | tuple[None, None]:
+    return (_matrix(_stored(conv.kernels), int8=False), conv.base.float().contiguous()) if conv else (None, None)
 
 
 def _stored(linear: Linear | Int8Linear) -> torch.Tensor:

@@ -8,10 +8,12 @@
 
 namespace tandem {
 
-BlockNetwork::BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const float* norm,
-                           const uint16_t* embedding, int size, int mask_token, int threads)
+BlockNetwork::BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head,
+                           const Matrix* projection, const float* norm, const uint16_t* embedding, int size,
+                           int mask_token, int threads)
     : shape_(shape),
       decoder_(shape, layers, nullptr, head, norm, nullptr, threads),
+      projection_(projection),
       embedding_(embedding),
       size_(size),
       mask_token_(mask_token) {}
@@ -72,7 +74,7 @@ void BlockNetwork::draft(const Context* contexts, int count, const Best& best, f
         if (logits_.size() < (size_t)wanted * shape_.vocab) logits_.resize((size_t)wanted * shape_.vocab);
         logits = logits_.data();
     }
-    decoder_.logits(wanted_.data(), wanted, logits);
+    decoder_.logits(wanted_.data(), wanted, logits, projection_, best.projected);
     decoder_.team().run(1, [&](Team::Place& place) {
         place.share(wanted, [&](int row) { best_of(logits + (size_t)row * shape_.vocab, row, best); });
     });

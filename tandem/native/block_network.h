@@ -22,14 +22,16 @@ struct Best {
     float* values;     // [rows, count], descending
     int32_t* columns;  // [rows, count], the first of equals first
     float* totals;     // [rows]: log of the sum of exp over all columns
+    float* projected;  // [rows, outputs of the projection], if there is one
 };
 
 class BlockNetwork {
   public:
-    // As a Decoder's. embedding: bf16 [vocabulary, hidden]; size: slots of a block, of which all but the first hold the
-    // mask token. A rope must be set before anything else.
-    BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const float* norm,
-                 const uint16_t* embedding, int size, int mask_token, int threads);
+    // As a Decoder's. projection: of normed rows, for DFlash2's selector; may be null. embedding: bf16 [vocabulary,
+    // hidden]; size: slots of a block, of which all but the first hold the mask token. A rope must be set before
+    // anything else.
+    BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const Matrix* projection,
+                 const float* norm, const uint16_t* embedding, int size, int mask_token, int threads);
 
     void set_rope(const float* rope) { decoder_.set_rope(rope); }
     // Keys and values of features [rows of all contexts, hidden], contexts one after another.
@@ -45,6 +47,7 @@ class BlockNetwork {
 
     Shape shape_;
     Decoder decoder_;
+    const Matrix* projection_;
     const uint16_t* embedding_;
     int size_, mask_token_;
     std::vector<uint16_t*> kv_;  // [layers, contexts]

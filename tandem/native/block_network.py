@@ -17,6 +17,7 @@ class _Context(ctypes.Structure):
 
 class _Best(ctypes.Structure):
     _fields_ = [("count", _Int), ("values", _Pointer), ("columns", _Pointer), ("totals", _Pointer)]
+    _fields_ += [("projected", _Pointer)]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Best:
     """[slots, k] int32: columns of the largest logits, descending; the first of equals first."""
     log_probs: torch.Tensor
     """[slots, k] fp32: theirs, in softmax over the whole head."""
+    projected: torch.Tensor | None
+    """[slots, r] fp32: the projection of each slot's normed hidden state, if there is one."""
 
 
 class BlockNetwork:
@@ -52,19 +55,21 @@ class BlockNetwork:
         sizes: Sizes,
         layers: Sequence[LayerWeights],
         head: Matrix,
+        projection: Matrix | None,
         norm: torch.Tensor,
         embedding: torch.Tensor,
         block: int,
         mask_token: int,
         threads: int,
     ):
-        """sizes.vocab: the head's outputs. norm: [hidden] fp32. embedding: [vocabulary, hidden] bf16. block: slots of a
-        block, the anchor's included."""
+        """sizes.vocab: the head's outputs. projection: of DFlash2's selector, hidden -> r. norm: [hidden] fp32.
+        embedding: [vocabulary, hidden] bf16. block: slots of a block, the anchor's included."""
         assert embedding.dtype == torch.bfloat16
         self.block = block
         self.head = sizes.vocab
         """Its outputs."""
         self._library = library
+        self._projection = projection
         self._kept = (list(layers), head, norm, embedding)
         self._rope: torch.Tensor | None = None
         shape, table = shape_and_layers(sizes, layers)
@@ -72,6 +77,7 @@ class BlockNetwork:
             ctypes.byref(shape),
             table,
             head.handle,
+            projection.handle if projection else None,
             norm.data_ptr(),
             embedding.data_ptr(),
             block,
@@ -107,11 +113,13 @@ class BlockNetwork:
     def _draft(self, blocks: Sequence[Rows], k: int, logits: int | None) -> Best:
         rows = sum(b.count for b in blocks)
         values, columns, totals = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, 1)
-        best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr())
+        projected = torch.empty(rows, self._projection.out) if self._projection else None
+        projected_at = None if projected is None else projected.data_ptr()
+        best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr(), projected_at)
         self._library.tandem_blocks_draft(
             self._handle, self._contexts(blocks, self.block), len(blocks), ctypes.byref(best), logits
         )
-        return Best(columns, values - totals)
+        return Best(columns, values - totals, projected)
 
     def _contexts(self, rows: Sequence[Rows], block: int = 0) -> ctypes.Array[_Context]:
         """block: room needed from `start` on, if more than the rows."""

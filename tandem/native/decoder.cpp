@@ -11,7 +11,7 @@ namespace tandem {
 
 namespace {
 
-constexpr int kPhasesPerLayer = 8;
+constexpr int kPhasesPerLayer = 8, kConvPhases = 4;
 constexpr int kTasksPerThread = 8;  // so that a thread that is held up leaves its share to the others
 
 uint16_t* pool(const Step& step, int layer, int row) {
@@ -52,6 +52,7 @@ Decoder::Decoder(const Shape& shape, const LayerWeights* layers, const Matrix* e
     normed_.need(head->form());
     for (const LayerWeights& w : layers_) {
         for (const Matrix* m : {w.q, w.k, w.v, w.gate, w.up}) normed_.need(m->form());
+        if (shape.conv_taps) normed_.need(w.attention_conv.kernels->form());
         attended_.need(w.o->form());
         inner_.need(w.down->form());
     }
@@ -88,15 +89,20 @@ void Decoder::forward(const Step& step) {
     inner_.resize(step.rows, shape_.inner);
     grow(qkv_, (size_t)step.rows * width);
     grow(q_, (size_t)step.rows * shape_.heads * shape_.head_dim);
+    if (shape_.conv_taps) {
+        for (auto* buffer : {&entering_, &leaving_}) grow(*buffer, (size_t)step.rows * shape_.hidden);
+        grow(kernels_, (size_t)step.rows * layers_[0].attention_conv.kernels->out());
+    }
     plan_.make(step.tables, step.rows, heads_);
     if (plan_.real_rows() < step.rows) {
         std::vector<float> zeros(shape_.heads * shape_.head_dim);
         for (int row = plan_.real_rows(); row < step.rows; row++) attended_.set(row, 0, (int)zeros.size(), zeros.data());
     }
-    team_.run(1 + kPhasesPerLayer * shape_.layers, [&](Team::Place& place) {
+    const int phases = kPhasesPerLayer + (shape_.conv_taps ? kConvPhases : 0);
+    team_.run(1 + phases * shape_.layers, [&](Team::Place& place) {
         phase(place, kOther, step.rows, [&](int row) {
             if (step.token_ids) embedding_->row((int)step.token_ids[row], step.hidden + (size_t)row * shape_.hidden);
-            normalise(step.hidden, layers_[0].input_norm, row);
+            normalise(step.hidden, layers_[0].input_norm, row, kept(row));
         });
         for (int i = 0; i < shape_.layers; i++) layer(place, i, step);
     });
@@ -106,7 +112,9 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     const LayerWeights& w = layers_[index];
     const int rows = step.rows, hidden = shape_.hidden, dim = shape_.head_dim;
     const int width = (shape_.heads + 2 * shape_.kv_heads) * dim;
+    const bool convs = shape_.conv_taps > 0;
 
+    if (convs) convolve_input(place, w.attention_conv, rows);
     const Matrix* const qkv[3] = {w.q, w.k, w.v};
     const int qkv_blocks = width / kBlock, qkv_tasks = tasks_of(qkv_blocks);
     phase(place, kLinears, qkv_tasks, [&](int task) {
@@ -123,9 +131,13 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         const int tile = task / shape_.kv_heads;
         plan_.attend(tile, task % shape_.kv_heads, q_.data(), pool(step, index, plan_.first_row(tile)), attended_);
     });
-    product(place, kLinears, *w.o, attended_, rows, step.hidden, true);
-    phase(place, kOther, rows, [&](int row) { normalise(step.hidden, w.post_norm, row); });
+    add_product(place, *w.o, attended_, step);
+    phase(place, kOther, rows, [&](int row) {
+        if (convs) convolve_output(w.attention_conv, row, step.hidden);
+        normalise(step.hidden, w.post_norm, row, kept(row));
+    });
 
+    if (convs) convolve_input(place, w.mlp_conv, rows);
     // Two blocks of gate and of up make 32 columns of the inner activations.
     const int pairs = shape_.inner / kGroup;
     phase(place, kLinears, pairs, [&](int pair) {
@@ -141,24 +153,63 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
             inner_.set(row, pair * kGroup, kGroup, g);
         }
     });
-    product(place, kLinears, *w.down, inner_, rows, step.hidden, true);
+    add_product(place, *w.down, inner_, step);
     const bool last = index + 1 == shape_.layers;
     phase(place, kOther, rows, [&](int row) {
+        if (convs) convolve_output(w.mlp_conv, row, step.hidden);
         const float* x = step.hidden + (size_t)row * hidden;
         for (int t = 0; t < step.tap_count; t++)
             if (step.taps[t] == index)
                 for (int i = 0; i < hidden; i += kLanes)
                     store_bf16(step.tapped[t] + (size_t)row * hidden + i, load<Floats>(x + i));
-        if (!last) normalise(step.hidden, layers_[index + 1].input_norm, row);
+        if (!last) normalise(step.hidden, layers_[index + 1].input_norm, row, kept(row));
     });
 }
 
-void Decoder::logits(const float* hidden, int rows, float* to) {
+// A sublayer's last product, into the residual stream, or to where its convolution reads it.
+void Decoder::add_product(Team::Place& place, const Matrix& m, const Activations& x, const Step& step) {
+    const bool convs = shape_.conv_taps > 0;
+    product(place, kLinears, m, x, step.rows, convs ? leaving_.data() : step.hidden, !convs);
+}
+
+// The normed rows, in entering_ too, become what enters the sublayer.
+void Decoder::convolve_input(Team::Place& place, const Conv& conv, int rows) {
+    product(place, kLinears, *conv.kernels, normed_, rows, kernels_.data(), false);
+    phase(place, kOther, rows, [&](int row) {
+        thread_local std::vector<float> buffer;
+        grow(buffer, shape_.hidden);
+        for (int i = 0; i < shape_.hidden; i += kLanes) store(&buffer[i], convolved(conv, 0, entering_.data(), row, i));
+        normed_.set(row, 0, shape_.hidden, buffer.data());
+    });
+}
+
+void Decoder::convolve_output(const Conv& conv, int row, float* hidden) const {
+    float* to = hidden + (size_t)row * shape_.hidden;
+    for (int i = 0; i < shape_.hidden; i += kLanes)
+        store(to + i, load<Floats>(to + i) + convolved(conv, 1, leaving_.data(), row, i));
+}
+
+// Sixteen channels, which are of one group.
+Floats Decoder::convolved(const Conv& conv, int side, const float* x, int row, int channel) const {
+    const int hidden = shape_.hidden, groups = hidden / shape_.conv_group, slot = row % shape_.conv_slots;
+    const float* kernels = &kernels_[(size_t)row * conv.kernels->out()];
+    Floats y = {};
+    for (int tap = 0; tap < shape_.conv_taps && tap <= slot; tap++) {
+        const int of = side * shape_.conv_taps + tap;
+        Floats weight = load<Floats>(conv.base + (size_t)of * hidden + channel) +
+                        all(kernels[of * groups + channel / shape_.conv_group]);
+        y = fma(weight, load<Floats>(x + (size_t)(row - tap) * hidden + channel), y);
+    }
+    return y;
+}
+
+void Decoder::logits(const float* hidden, int rows, float* to, const Matrix* beside, float* beside_to) {
     phase_end_ = now();
     normed_.resize(rows, shape_.hidden);
-    team_.run(2, [&](Team::Place& place) {
+    team_.run(3, [&](Team::Place& place) {
         phase(place, kOther, rows, [&](int row) { normalise(hidden, norm_, row); });
         product(place, kHead, *head_, normed_, rows, to, false);
+        if (beside) product(place, kHead, *beside, normed_, rows, beside_to, false);
     });
 }
 
@@ -172,15 +223,16 @@ void Decoder::linear(const Matrix& matrix, const float* x, int rows, float* to) 
     });
 }
 
-void Decoder::normalise(const float* x, const float* weight, int row) {
+// kept: where the normed row is wanted in fp32 as well, or null.
+void Decoder::normalise(const float* x, const float* weight, int row, float* kept) {
     thread_local std::vector<float> buffer;
     const int count = shape_.hidden;
-    if ((int)buffer.size() < count) buffer.resize(count);
+    grow(buffer, count);
+    if (!kept) kept = buffer.data();
     x += (size_t)row * count;
     float factor = norm_factor(x, count, shape_.eps);
-    for (int i = 0; i < count; i += kLanes)
-        store(&buffer[i], load<Floats>(x + i) * factor * load<Floats>(weight + i));
-    normed_.set(row, 0, count, buffer.data());
+    for (int i = 0; i < count; i += kLanes) store(kept + i, load<Floats>(x + i) * factor * load<Floats>(weight + i));
+    normed_.set(row, 0, count, kept);
 }
 
 // A head normalised, if there is a weight, and rotated.

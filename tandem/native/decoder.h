@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "simd.h"
 #include "team.h"
 
 namespace tandem {
@@ -13,11 +14,20 @@ namespace tandem {
 struct Shape {
     int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab;
     float eps;
+    int32_t conv_taps, conv_group, conv_slots;  // taps: 0 without convolutions; slots: rows that lie behind each other
+};
+
+// DFlash2's causal convolutions along a block's slots: side 0 of what enters a sublayer, side 1 of what leaves it. A
+// channel's weight of a tap is the base's and, of its group of channels, the one that the slot's normed input gives.
+struct Conv {
+    const Matrix* kernels;  // hidden -> [2, taps, hidden / group]
+    const float* base;      // [2, taps, hidden]
 };
 
 struct LayerWeights {
     const Matrix *q, *k, *v, *o, *gate, *up, *down;
     const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
+    Conv attention_conv, mlp_conv;                          // null without convolutions
 };
 
 struct Step {
@@ -46,8 +56,9 @@ class Decoder {
             const float* norm, const float* rope, int threads);
 
     void forward(const Step& step);
-    // hidden [rows, hidden] as forward left it -> logits [rows, vocab]
-    void logits(const float* hidden, int rows, float* to);
+    // hidden [rows, hidden] as forward left it -> logits [rows, vocab], and what `beside`, if not null, makes of the
+    // normed rows.
+    void logits(const float* hidden, int rows, float* to, const Matrix* beside = nullptr, float* beside_to = nullptr);
     // A matrix that is none of the decoder's own, on its threads: x [rows, in] -> to [rows, out]
     void linear(const Matrix& matrix, const float* x, int rows, float* to);
     // Every layer's keys and values of step.hidden, rows that are normed already, into the rows' slots: all of a DFlash
@@ -63,7 +74,12 @@ class Decoder {
     void product(
         Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add);
     void layer(Team::Place& place, int index, const Step& step);
-    void normalise(const float* x, const float* weight, int row);
+    void normalise(const float* x, const float* weight, int row, float* kept = nullptr);
+    void add_product(Team::Place& place, const Matrix& m, const Activations& x, const Step& step);
+    void convolve_input(Team::Place& place, const Conv& conv, int rows);
+    void convolve_output(const Conv& conv, int row, float* hidden) const;
+    Floats convolved(const Conv& conv, int side, const float* x, int row, int channel) const;
+    float* kept(int row) { return shape_.conv_taps ? &entering_[(size_t)row * shape_.hidden] : nullptr; }
     void rotate(int row, int index, const Step& step);
     void turn(const float* from, const float* weight, int64_t position, uint16_t* to) const;
     int tasks_of(int blocks) const;
@@ -77,6 +93,8 @@ class Decoder {
     AttentionPlan plan_;
     Activations normed_, attended_, inner_, others_;
     std::vector<float> qkv_;     // [rows, (heads + 2 kv heads) * dim]
+    std::vector<float> entering_, leaving_;  // what is convolved: [rows, hidden]
+    std::vector<float> kernels_;             // [rows, 2, taps, hidden / group]
     std::vector<uint16_t> q_;    // [rows, heads * dim]
     std::array<double, kParts> seconds_{};
     double phase_end_ = 0;

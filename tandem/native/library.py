@@ -28,11 +28,13 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int32
 class _Shape(ctypes.Structure):
     _fields_ = [(n, _Int) for n in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocab")]
     _fields_ += [("eps", ctypes.c_float)]
+    _fields_ += [(n, _Int) for n in ("conv_taps", "conv_group", "conv_slots")]
 
 
 class _Layer(ctypes.Structure):
     _fields_ = [(n, _Pointer) for n in ("q", "k", "v", "o", "gate", "up", "down")]
     _fields_ += [(n, _Pointer) for n in ("input_norm", "post_norm", "q_norm", "k_norm")]
+    _fields_ += [(f"{at}_{n}", _Pointer) for at in ("attention", "mlp") for n in ("conv_kernels", "conv_base")]
 
 
 class _Tables(ctypes.Structure):
@@ -58,6 +60,12 @@ class Sizes:
     head_dim: int
     vocab: int
     eps: float
+    conv_taps: int = 0
+    """Of DFlash2's convolutions, 0 without them."""
+    conv_group: int = 0
+    """Channels that share a dynamic weight."""
+    conv_slots: int = 0
+    """Of a block: rows that convolve together."""
 
     def misfit(self, head: str) -> str | None:
         """The size that matrices cannot have here; None if all fit. head: what `vocab` is called."""
@@ -67,10 +75,15 @@ class Sizes:
             ("the width of the heads that share a key", self.heads // self.kv_heads * self.head_dim, GROUP),
             ("head_dim", self.head_dim, BLOCK),
             (head, self.vocab, BLOCK),
+            ("conv_group_size", self.conv_group, BLOCK),
+            ("the width of a convolution's kernels", self._kernels_width(), BLOCK),
         ):
             if size % step:
                 return f"{what}, {size}, is not a multiple of {step}"
         return None
+
+    def _kernels_width(self) -> int:
+        return 2 * self.conv_taps * self.hidden // self.conv_group if self.conv_taps else 0
 
 
 def rotations(rope: RopeConfig, head_dim: int, positions: int) -> torch.Tensor:
@@ -93,7 +106,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
         "decoder_linear": (None, [_Pointer, _Pointer, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
-        "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
+        "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
         "blocks_free": (None, [_Pointer]),
         "blocks_set_rope": (None, [_Pointer, _Pointer]),
         "blocks_write": (None, [_Pointer, _Pointer, _Int, _Pointer]),
@@ -168,6 +181,12 @@ class LayerWeights:
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    attention_conv_kernels: Matrix | None = None
+    """Of DFlash2: hidden -> [2 sides, taps, groups]."""
+    attention_conv_base: torch.Tensor | None = None
+    """[2 sides, taps, hidden] fp32"""
+    mlp_conv_kernels: Matrix | None = None
+    mlp_conv_base: torch.Tensor | None = None
 
 
 class Decoder:

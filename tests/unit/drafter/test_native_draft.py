@@ -19,7 +19,7 @@ from drafter_service.native_draft_model import NativeDraftModel
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.config import DrafterConfig
-from tandem.draft_tree import Candidates, best_chain, build_tree
+from tandem.draft_tree import Candidates, Draft, best_chain, build_tree
 from tandem.errors import StartupError
 from tandem.native import library
 from tandem.speculation import DraftShape
@@ -29,10 +29,14 @@ CPU = torch.device("cpu")
 FORMS = pytest.mark.parametrize("int8", [True, False], ids=["int8", "bf16"])
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False}
+
+
+@pytest.fixture(scope="module", params=["DFlash", "DFlash2"])
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A draft model and its target, in bf16, so that fp32 arithmetic on them is the oracle."""
-    folder, config = tmp_path_factory.mktemp("native"), draft_config()
+    dflash2 = dflash2_config({"conv_kernel_size": 4, "conv_group_size": 32, "selector_rank": 16}, **FULL)
+    folder, config = tmp_path_factory.mktemp("native"), dflash2 if request.param == "DFlash2" else draft_config()
     draft, target = write_draft(folder / "draft", config, draft_tensors(config)), write_target(folder / "target")
     for file in (draft / "model.safetensors", target / "model.safetensors"):
         save_file({name: t.bfloat16() for name, t in load_file(file).items()}, file)
@@ -65,12 +69,13 @@ def test_logits_are_close_to_fp32_arithmetic(
     model_of: Callable[[bool], NativeDraftModel], folders: tuple[Path, Path], int8: bool
 ) -> None:
     """Behind short and long contexts, written whole and in pieces, and past the positions it was trained for. Measured:
-    up to 3.4 % in int8 and 0.6 % in bf16, where torch's paths are off by up to 3.9 and 1.2 %."""
+    up to 3.4 % (DFlash2 4.4 %) in int8 and 0.6 % in bf16, where torch's paths are off by up to 3.9 (5.9) and 1.2 %
+    (2.6 %)."""
     model, oracle = model_of(int8), DraftModel.load(*folders, torch.float32, CPU)
     for base, piece in ((1, 1), (7, 3), (64, 64), (300, 41), (700, 500)):
         ours = model.block_logits([request(model, base, piece=piece)])
         theirs = oracle.block_logits([request(oracle, base)])
-        assert (ours - theirs).norm() < (0.04 if int8 else 0.01) * theirs.norm()
+        assert (ours - theirs).norm() < (0.05 if int8 else 0.01) * theirs.norm()
 
 
 @FORMS
@@ -90,6 +95,7 @@ def test_a_blocks_bits_depend_on_nothing_beside_it(
         assert torch.equal(model.block_logits(together), torch.cat(expected))
 
 
+@pytest.mark.parametrize("folders", ["DFlash"], indirect=True)
 def test_blocks_and_trees_are_those_of_the_logits(model_of: Callable[[bool], NativeDraftModel]) -> None:
     """In one forward, in any order; fewer nodes than slots take the first slots."""
     model = model_of(True)
@@ -103,6 +109,40 @@ def test_blocks_and_trees_are_those_of_the_logits(model_of: Callable[[bool], Nat
         assert len(draft) == nodes
         assert (draft.tokens, draft.parents) == (expected.tokens, expected.parents)
         assert draft.log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+@FORMS
+@pytest.mark.parametrize("folders", ["DFlash2"], indirect=True)
+def test_what_the_selector_chooses_is_what_the_torch_network_chooses(
+    model_of: Callable[[bool], NativeDraftModel], folders: tuple[Path, Path], int8: bool
+) -> None:
+    """Blocks and trees behind contexts of many lengths, in one forward: the same tokens with log-probabilities as near
+    as the arithmetic allows, in most places; where near-ties go the other way the drafts part. Measured: 98 % of the
+    nodes in bf16, 65 % in int8, where these random weights leave all tokens close to each other."""
+    model, oracle = model_of(int8), DraftModel.load(*folders, torch.float32, CPU)
+    wanted = [(7, DraftShape.BLOCK), (3, DraftShape.BLOCK), (20, DraftShape.TREE), (1, DraftShape.TREE)] * 10
+    ours = model.draft([request(model, 5 + i, nodes, shape) for i, (nodes, shape) in enumerate(wanted)])
+    theirs = oracle.draft([request(oracle, 5 + i, nodes, shape) for i, (nodes, shape) in enumerate(wanted)])
+    firsts = alike = nodes = 0
+    errors = []
+    for mine, other in zip(ours, theirs, strict=True):
+        assert len(mine) == len(other)
+        firsts += mine.tokens[0] == other.tokens[0]
+        paths = [dict(zip(_paths(d), d.log_probs, strict=True)) for d in (mine, other)]
+        both = paths[0].keys() & paths[1].keys()
+        alike, nodes = alike + len(both), nodes + len(mine)
+        errors += [abs(paths[0][path] - paths[1][path]) for path in both]
+    assert firsts >= (30 if int8 else 40), firsts
+    assert alike > (0.55 if int8 else 0.95) * nodes, alike / nodes
+    assert sum(errors) < (0.2 if int8 else 0.02) * len(errors), sum(errors) / len(errors)
+
+
+def _paths(draft: Draft) -> list[tuple[int, ...]]:
+    """The tokens from the anchor to each node."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
 
 
 def test_rejected_blocks_leave_no_trace(model_of: Callable[[bool], NativeDraftModel]) -> None:
@@ -169,17 +209,18 @@ def test_the_configuration_chooses_the_path(folders: tuple[Path, Path]) -> None:
         ({"output_multiplier": 0.5}, {}, "scales or caps"),
         ({"input_embedding_scale": 0.5}, {}, "scales embeddings"),
         ({"intermediate_size": 100}, {}, "intermediate_size, 100, is not a multiple of 32"),
-        (None, {}, "DFlash2"),
+        (dflash2_config({"selector_rank": 12}, **FULL), {}, "selector_rank, 12, is not a multiple of 16"),
+        (dflash2_config({"selector_rank": 16, "conv_group_size": 8}, **FULL), {}, "conv_group_size, 8, is not a mult"),
     ],
 )
 def test_what_it_cannot_run_torch_runs_and_the_log_says_why(
-    config: dict[str, Any] | None,
+    config: dict[str, Any],
     keys: dict[str, Any],
     reason: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    content = dflash2_config() if config is None else draft_config(**config)
+    content = config if "architectures" in config else draft_config(**config)
     draft = write_draft(tmp_path / "draft", content, draft_tensors(content))
     target = write_target(tmp_path / "target")
     with pytest.raises(StartupError, match=rf"drafter\.cpu_kernels: native .*{reason}"):
