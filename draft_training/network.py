@@ -17,6 +17,8 @@ from tandem.checkpoints.draft_config import DFlash2Config, DraftConfig
 from tandem.layers.dflash2 import grouped_conv, split_kernels
 from tandem.layers.rope import rope_table
 
+_SIDES = ("predecessor", "successor")
+
 
 @dataclass(frozen=True)
 class AnchorBatch:
@@ -31,7 +33,8 @@ class AnchorBatch:
 
 
 class DraftNetwork(nn.Module):
-    """state_dict() holds the published tensors; embedding and head belong to the target and are not trained."""
+    """state_dict() holds the published tensors, DFlash2's codebooks in two parts each; embedding and head belong to the
+    target and are not trained."""
 
     embedding: torch.Tensor
     head: torch.Tensor
@@ -49,7 +52,7 @@ class DraftNetwork(nn.Module):
         self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         if config.dflash2:
-            self.candidate_selector = _Selector(config, config.dflash2)
+            self.candidate_selector = _Selector(config, config.dflash2, embedding)
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", head, persistent=False)
         self.register_buffer("tap_scale", tap_scale, persistent=False)
@@ -84,20 +87,32 @@ class DraftNetwork(nn.Module):
         return logits
 
     def export_state(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The published tensors of weights like state_dict()'s: the taps' scale is folded into `fc`."""
+        """The published tensors of weights like state_dict()'s: the taps' scale is folded into `fc`, maps into the
+        codebooks."""
         scale = self.tap_scale.repeat_interleave(self.config.hidden_size)
-        return {**state, "fc.weight": state["fc.weight"] * scale}
+        published = {**state, "fc.weight": state["fc.weight"] * scale}
+        if self.config.dflash2:
+            for side in _SIDES:
+                learned = published.pop(f"candidate_selector.{side}_map.weight")
+                published[f"candidate_selector.{side}_codebook"] = self.candidate_selector.codebook(
+                    state[f"candidate_selector.{side}_codebook"], learned
+                )
+        return published
 
     def load_published(self, state: dict[str, torch.Tensor]) -> None:
         """Take over the tensors of a published folder as far as this network has them; DFlash2's own parts keep their
-        neutral start where the folder lacks them. KeyError naming others that are missing."""
+        neutral start where the folder lacks them, and where it has codebooks nothing is left for maps to add. KeyError
+        naming others that are missing."""
         state = dict(state)
+        for side in _SIDES:
+            if f"candidate_selector.{side}_codebook" in state:
+                state[f"candidate_selector.{side}_map.weight"] = torch.zeros(())
         state["fc.weight"] = state["fc.weight"] / self.tap_scale.repeat_interleave(self.config.hidden_size)
         own = self.state_dict()
         missing = [n for n in own if n not in state and "_conv." not in n and not n.startswith("candidate_selector.")]
         if missing:
             raise KeyError(f"missing tensors: {', '.join(missing)}")
-        self.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
+        self.load_state_dict({name: state.get(name, tensor).expand_as(tensor) for name, tensor in own.items()})
 
 
 class _Mlp(nn.Module):
@@ -164,15 +179,41 @@ class _Conv(nn.Module):
 
 
 class _Selector(nn.Module):
-    """Adds to a candidate's logit what its predecessor says; starts by saying nothing."""
+    """Adds to a candidate's logit what its predecessor says; starts by saying nothing.
 
-    def __init__(self, config: DraftConfig, dflash2: DFlash2Config):
+    A codebook's row is the token's own plus a linear map of the target's embedding of it: what is learned of one token
+    holds for those like it, of which there may be too few to learn from.
+    """
+
+    embedding: torch.Tensor
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, config: DraftConfig, dflash2: DFlash2Config, embedding: torch.Tensor):
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.randn(config.vocab_size, dflash2.selector_rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(config.vocab_size, dflash2.selector_rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, dflash2.selector_rank, bias=False)
+        vocab, hidden, rank = config.vocab_size, config.hidden_size, dflash2.selector_rank
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.predecessor_map = nn.Linear(hidden, rank, bias=False)
+        self.successor_map = nn.Linear(hidden, rank, bias=False)
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+        nn.init.normal_(self.predecessor_map.weight, std=hidden**-0.5)
+        nn.init.zeros_(self.successor_map.weight)
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("mean", embedding.mean(dim=0), persistent=False)
+        self.register_buffer("scale", 1 / embedding.std(), persistent=False)
 
     def forward(self, hidden: torch.Tensor, previous: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """hidden [..., hidden_size], previous [...], candidates [..., K] token ids -> [..., K]."""
-        query = self.predecessor_codebook[previous] * self.hidden_projection(hidden)
-        return (self.successor_codebook[candidates] @ query[..., None])[..., 0]
+        query = self.predecessor_codebook[previous] + self.predecessor_map(self._rows(previous))
+        query = query * self.hidden_projection(hidden)
+        own = self.successor_codebook[candidates] @ query[..., None]
+        shared = self._rows(candidates) @ (query @ self.successor_map.weight)[..., None]
+        return (own + shared)[..., 0]
+
+    def codebook(self, own: torch.Tensor, learned: torch.Tensor) -> torch.Tensor:
+        """[vocab, r]: what every token's own row [vocab, r] and a map's weight [r, hidden_size] make together."""
+        return own + (self.embedding - self.mean) @ (learned * self.scale).T
+
+    def _rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        return (self.embedding[tokens] - self.mean) * self.scale

@@ -71,7 +71,17 @@ class World:
                 # All parts matter, and bfloat16 holds them without loss, as the taps' scales are powers of two.
                 start = tensor if tensor.dim() < 2 or "base_kernel" in name else torch.zeros_like(tensor)
                 tensor.copy_((start + torch.randn(tensor.shape, generator=generator) * 1.2 / width**0.5).bfloat16())
-        export(self.draft, self.config_json, self.network.export_state(self.network.state_dict()), self.tokens)
+        state = self.network.export_state(self.network.state_dict())
+        if self.network.config.dflash2:
+            # Of a codebook it is the whole that bfloat16 must hold.
+            own = self.network.candidate_selector.state_dict()
+            for side in ("predecessor", "successor"):
+                name = f"candidate_selector.{side}_codebook"
+                state[name] = state[name].bfloat16().float()
+                none = torch.zeros_like(state[name])
+                mapped = self.network.candidate_selector.codebook(none, own[f"{side}_map.weight"])
+                own[f"{side}_codebook"].copy_(state[name] - mapped)
+        export(self.draft, self.config_json, state, self.tokens)
 
     def batch(self, lengths: tuple[int, ...] = (3, 21, 12), anchors: int = 4, seed: int = 0) -> AnchorBatch:
         generator = torch.Generator().manual_seed(seed)
@@ -160,16 +170,22 @@ def test_the_reference_loads_the_folder_and_drafts_the_same(variant: str, tmp_pa
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_taps_scale_is_folded_into_fc(variant: str, tmp_path: Path) -> None:
-    """What is exported expects the target's taps: fc times each tap's scale, all else as it was trained, in bf16."""
+def test_the_taps_scale_is_folded_into_fc_and_maps_into_codebooks(variant: str, tmp_path: Path) -> None:
+    """What is exported expects the target's taps: fc times each tap's scale; a token's row is its own plus the map of
+    its embedding, which all tokens' mean and size are taken out of; all else as it was trained, in bf16."""
     world = World(tmp_path, variant)
     exported = load_file(world.draft / "model.safetensors")
     own = world.network.state_dict()
-    assert exported.keys() - {"d2t"} == own.keys()
+    assert exported.keys() - {"d2t"} == {name for name in own if "_map." not in name}
+    rows = (world.embedding - world.embedding.mean(dim=0)) / world.embedding.std()
     for name, tensor in own.items():
+        if "_map." in name:
+            continue
+        if name.endswith("_codebook"):
+            tensor = tensor + rows @ own[name.replace("_codebook", "_map.weight")].T
         factor = torch.tensor([0.25, 4.0]).repeat_interleave(HIDDEN) if name == "fc.weight" else 1.0
         assert exported[name].dtype == torch.bfloat16
-        torch.testing.assert_close(exported[name].float(), tensor * factor, rtol=2**-8, atol=0)
+        torch.testing.assert_close(exported[name].float(), tensor * factor, rtol=2**-8, atol=1e-5)
     if world.tokens:
         assert (exported["d2t"] + torch.arange(len(world.tokens))).tolist() == world.tokens
 
@@ -186,11 +202,17 @@ def test_loading_what_was_exported_changes_nothing(variant: str, tmp_path: Path)
     batch = world.batch()
     with torch.no_grad():
         torch.testing.assert_close(other.logits(other(batch)), world.run(batch), rtol=1e-4, atol=1e-4)
-    world.network.load_published(published)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in world.network.state_dict().items())
-    other = DraftNetwork(world.network.config, world.embedding, world.network.head, torch.tensor([0.25, 4.0]))
-    load_draft_model(other, world.draft)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    own = DraftNetwork(world.network.config, world.embedding, world.network.head, torch.tensor([0.25, 4.0]))
+    load_draft_model(own, world.draft)
+    for name, tensor in own.state_dict().items():
+        if "_map." in name:
+            assert not tensor.any()
+        elif name.endswith("_codebook"):
+            torch.testing.assert_close(tensor, published[name].bfloat16().float(), rtol=0, atol=0)
+        else:
+            assert torch.equal(tensor, before[name])
+    again = own.export_state(own.state_dict())
+    assert all(torch.equal(t.bfloat16(), published[name].bfloat16()) for name, t in again.items())
 
 
 def test_dflash2_begins_as_the_dflash_it_is_given(tmp_path: Path) -> None:
