@@ -1,7 +1,7 @@
 """The YAML file of a training run. Paths are relative to the file; errors name the key."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -102,6 +102,9 @@ class TrainingSection(_Section):
     """Conversations per forward."""
     accumulation: int = Field(default=4, ge=1)
     """Forwards per optimizer step."""
+    blocks: tuple[Annotated[int, Field(ge=2)], ...] = ()
+    """Slots of the blocks of a step's forwards in turn, the anchor's included; at most draft.block_size, which empty
+    stands for. Short ones cost less, and the first slots are those that count."""
     anchors: int = Field(default=24, ge=1)
     """Random anchors per conversation and epoch."""
     optimizer: Literal["adamw", "muon"] = "adamw"

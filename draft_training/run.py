@@ -62,6 +62,9 @@ def check(config: TrainConfig) -> None:
     ):
         if value > limit:
             raise StartupError(f"{key}: must be at most {limit} for this target, is {value}")
+    longest = max(config.training.blocks, default=0)
+    if longest > draft.block_size:
+        raise StartupError(f"training.blocks: must be at most draft.block_size, {draft.block_size}, one is {longest}")
     writing_folder(config)
     if min(draft.target_layer_ids) < 0 or len(set(draft.target_layer_ids)) < len(draft.target_layer_ids):
         raise StartupError("draft.target_layer_ids: must be distinct layers, 0 for the first")

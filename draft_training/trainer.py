@@ -5,6 +5,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -144,9 +145,10 @@ class Trainer:
         """One optimizer step over some batches; returns its loss."""
         training, progress = self.config.training, self.progress
         chance = random.Random(f"{training.seed}/{progress.epoch}/{progress.step}")
+        blocks = cycle(training.blocks or (self.config.draft.block_size,))
         made = [
-            make_batch(items, self._shape, self.config.draft.block_size, training.anchors, chance, self._device)
-            for items in batches
+            make_batch(items, self._shape, block, training.anchors, chance, self._device)
+            for items, block in zip(batches, blocks, strict=False)
         ]
         self.network.train()
         self.network.zero_grad(set_to_none=True)

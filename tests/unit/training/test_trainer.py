@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "DFlash, Muon": {"training": {"optimizer": "muon"}},
     "DFlash2, reduced head, Muon": {
         "draft": {"dflash2": DFLASH2, "draft_vocab_size": 200},
-        "training": {"optimizer": "muon"},
+        "training": {"optimizer": "muon", "blocks": [4, 2]},
     },
 }
 
@@ -195,6 +195,22 @@ def test_a_step_is_adamw_on_the_mean_loss(clip: float, tmp_path: Path, monkeypat
         torch.testing.assert_close(tensor.grad, expected.grad, rtol=1e-3, atol=1e-6)
         torch.testing.assert_close(tensor, expected, rtol=1e-3, atol=2e-5)
         torch.testing.assert_close(trainer._average[name], torch.lerp(tensor.detach(), before[name], 2 / 11))
+
+
+def test_a_steps_forwards_take_blocks_of_the_lengths_set_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Recorded(prepare(tmp_path, training={"accumulation": 4, "blocks": [4, 2, 3]}))
+    lengths = []
+
+    def spy(network: Any, hidden: torch.Tensor, batch: Any, *rest: Any) -> Any:
+        lengths.append(batch.anchors.tokens.shape[2])
+        assert hidden.shape[2] == batch.labels.shape[2] == lengths[-1] - 1
+        return block_loss(network, hidden, batch, *rest)
+
+    monkeypatch.setattr(training_module, "block_loss", spy)
+    trainer.run(stop_after(trainer, 2), ignore)
+    assert lengths == [4, 2, 3, 4] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
