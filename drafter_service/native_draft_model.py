@@ -8,14 +8,13 @@ import torch
 from drafter_service.context_kv import ContextKV
 from drafter_service.draft_model import MAX_CANDIDATES, BlockRequest, ContextRows, draft_from
 from drafter_service.draft_network import DraftNetwork
-from drafter_service.draft_weights import ConvWeights
-from drafter_service.slot_candidates import selected_candidates
+from drafter_service.draft_weights import ConvWeights, SelectorWeights
 from tandem.checkpoints.draft_config import DraftConfig
 from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.draft_tree import Candidates, Draft
 from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
-from tandem.native.block_network import Best, BlockNetwork, Rows
+from tandem.native.block_network import BlockNetwork, Rows, Selector
 from tandem.native.library import BLOCK, LayerWeights, Matrix, Sizes, load, rotations, why_not_here
 from tandem.speculation import DraftShape
 
@@ -54,14 +53,14 @@ class NativeDraftModel:
         self.config = config = network.config
         weights = network.weights
         self._draft_tokens = weights.draft_tokens
-        self._selector = weights.selector
         self._warned = False
         self._blocks = BlockNetwork(
             load(),
             _sizes(config),
             [_layer(network, index, int8) for index in range(config.num_hidden_layers)],
             _matrix(_stored(weights.head), int8),
-            _matrix(_stored(weights.selector.projection), int8=False) if weights.selector else None,
+            weights.draft_tokens,
+            _selector(weights.selector) if weights.selector else None,
             weights.norm.float(),
             weights.embedding.contiguous(),
             config.block_size,
@@ -99,31 +98,20 @@ class NativeDraftModel:
         """One forward over the blocks of all requests, which are of different sequences: the chain of the most probable
         tokens, or the most probable prefixes."""
         slots = [self._slots(r) for r in requests]
-        if self._selector is not None:
-            best, tokens = self._best(requests, self._selector.top_k)
-            anchors = torch.tensor([r.anchor for r in requests])
-            assert best.projected is not None
-            candidates = selected_candidates(best.log_probs, tokens, slots, anchors, best.projected, self._selector)
-            return [draft_from(c, r.nodes, r.shape) for c, r in zip(candidates, requests, strict=True)]
         trees = [r.nodes for r in requests if r.shape is DraftShape.TREE]
-        best, tokens = self._best(requests, min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head))
-        of_slots, log_probs = tokens.tolist(), best.log_probs.tolist()
-        drafts, end = [], 0
-        for request, count in zip(requests, slots, strict=True):
-            own = slice(end, end + count)
-            end = own.stop
-            if request.shape is DraftShape.TREE:
-                mine = Candidates(of_slots[own], [[row] for row in log_probs[own]])
-                drafts.append(draft_from(mine, request.nodes, request.shape))
-            else:
-                drafts.append(Draft.block([row[0] for row in of_slots[own]], [row[0] for row in log_probs[own]]))
-        return drafts
-
-    def _best(self, requests: Sequence[BlockRequest[ContextKV]], k: int) -> tuple[Best, torch.Tensor]:
-        """A forward, and the tokens of its columns."""
+        k = min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head)
+        if self.config.dflash2:
+            k = self.config.dflash2.selector_top_k
         best = self._blocks.draft(self._rows(requests), k)
         columns = best.columns.long()
-        return best, columns if self._draft_tokens is None else self._draft_tokens[columns]
+        tokens = (columns if self._draft_tokens is None else self._draft_tokens[columns]).tolist()
+        log_probs = (best.log_probs[:, None] if best.scores is None else best.scores).tolist()
+        drafts, end = [], 0
+        for request, count in zip(requests, slots, strict=True):
+            start, end = end, end + count
+            candidates = Candidates(tokens[start:end], [log_probs[start][:1], *log_probs[start + 1 : end]])
+            drafts.append(draft_from(candidates, request.nodes, request.shape))
+        return drafts
 
     def block_logits(self, requests: Sequence[BlockRequest[ContextKV]]) -> torch.Tensor:
         """See DraftModel.block_logits."""
@@ -187,6 +175,11 @@ def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:
         mlp_conv_kernels=around_mlp[0],
         mlp_conv_base=around_mlp[1],
     )
+
+
+def _selector(selector: SelectorWeights) -> Selector:
+    projection = _matrix(_stored(selector.projection), int8=False)
+    return Selector(projection, selector.predecessors.contiguous(), selector.successors.contiguous())
 
 
 def _conv(conv: ConvWeights | None) -> tuple[Matrix, torch.Tensor] | tuple[None, None]:

@@ -1,5 +1,6 @@
 #include "block_network.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -9,11 +10,11 @@
 namespace tandem {
 
 BlockNetwork::BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head,
-                           const Matrix* projection, const float* norm, const uint16_t* embedding, int size,
+                           const Selector& selector, const float* norm, const uint16_t* embedding, int size,
                            int mask_token, int threads)
     : shape_(shape),
       decoder_(shape, layers, nullptr, head, norm, nullptr, threads),
-      projection_(projection),
+      selector_(selector),
       embedding_(embedding),
       size_(size),
       mask_token_(mask_token) {}
@@ -67,16 +68,21 @@ void BlockNetwork::draft(const Context* contexts, int count, const Best& best, f
 
     int wanted = 0;
     wanted_.resize((size_t)rows * hidden);
-    for (int i = 0; i < count; wanted += contexts[i].rows, i++)
+    before_.clear();
+    for (int i = 0; i < count; wanted += contexts[i].rows, i++) {
+        for (int slot = 0; slot < contexts[i].rows; slot++) before_.push_back(slot ? -1 : contexts[i].anchor);
         std::memcpy(&wanted_[(size_t)wanted * hidden], &hidden_[((size_t)i * size_ + 1) * hidden],
                     (size_t)contexts[i].rows * hidden * sizeof(float));
+    }
     if (!logits) {
         if (logits_.size() < (size_t)wanted * shape_.vocab) logits_.resize((size_t)wanted * shape_.vocab);
         logits = logits_.data();
     }
-    decoder_.logits(wanted_.data(), wanted, logits, projection_, best.projected);
-    decoder_.team().run(1, [&](Team::Place& place) {
+    if (selector_.projection) projected_.resize((size_t)wanted * selector_.projection->out());
+    decoder_.logits(wanted_.data(), wanted, logits, selector_.projection, projected_.data());
+    decoder_.team().run(2, [&](Team::Place& place) {
         place.share(wanted, [&](int row) { best_of(logits + (size_t)row * shape_.vocab, row, best); });
+        if (selector_.projection) place.share(wanted, [&](int row) { select(row, before_[row], best); });
     });
 }
 
@@ -100,6 +106,32 @@ void BlockNetwork::best_of(const float* logits, int row, const Best& best) const
     Floats total = {};
     for (int i = 0; i < shape_.vocab; i += kLanes) total += exp_of_negative(load<Floats>(logits + i) - most);
     best.totals[row] = values[0] + std::log(sum(total));
+}
+
+// What stands before: a token, or -1 for the best of the row before.
+void BlockNetwork::select(int row, int before, const Best& best) const {
+    const int rank = selector_.projection->out(), count = best.count;
+    const int32_t* columns = best.columns + (size_t)row * count;
+    const float *values = best.values + (size_t)row * count, *projected = &projected_[(size_t)row * rank];
+    auto token = [&](int32_t column) { return selector_.tokens ? selector_.tokens[column] : column; };
+    thread_local std::vector<float> query;
+    query.resize(rank);
+    for (int p = 0; p < (before < 0 ? count : 1); p++) {
+        const uint16_t* predecessor = selector_.predecessors + (before < 0 ? token(columns[p - count]) : before) * rank;
+        for (int i = 0; i < rank; i += kLanes) store(&query[i], load_bf16(predecessor + i) * load<Floats>(projected + i));
+        float* scores = best.scores + ((size_t)row * count + p) * count;
+        float most = -std::numeric_limits<float>::infinity(), total = 0.0f;
+        for (int k = 0; k < count; k++) {
+            const uint16_t* successor = selector_.successors + token(columns[k]) * rank;
+            Floats products = {};
+            for (int i = 0; i < rank; i += kLanes)
+                products = fma(load<Floats>(&query[i]), load_bf16(successor + i), products);
+            scores[k] = values[k] + sum(products);
+            most = std::max(most, scores[k]);
+        }
+        for (int k = 0; k < count; k++) total += std::exp(scores[k] - most);
+        for (int k = 0; k < count; k++) scores[k] -= most + std::log(total);
+    }
 }
 
 }  // namespace tandem

@@ -22,15 +22,22 @@ struct Best {
     float* values;     // [rows, count], descending
     int32_t* columns;  // [rows, count], the first of equals first
     float* totals;     // [rows]: log of the sum of exp over all columns
-    float* projected;  // [rows, outputs of the projection], if there is one
+    float* scores;     // [rows, count, count], with a selector: log-probabilities of the row's best behind each of the
+                       // row's before it; behind the anchor, in a block's first row, in the first `count`
+};
+
+// DFlash2's: what stands before a token changes its logit.
+struct Selector {
+    const Matrix* projection;                         // hidden -> rank, of normed rows
+    const uint16_t *predecessors, *successors;        // bf16 [vocabulary, rank]
+    const int64_t* tokens;                            // of the head's columns; null: they are the tokens
 };
 
 class BlockNetwork {
   public:
-    // As a Decoder's. projection: of normed rows, for DFlash2's selector; may be null. embedding: bf16 [vocabulary,
-    // hidden]; size: slots of a block, of which all but the first hold the mask token. A rope must be set before
-    // anything else.
-    BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const Matrix* projection,
+    // As a Decoder's. selector: its projection is null if there is none. embedding: bf16 [vocabulary, hidden]; size:
+    // slots of a block, of which all but the first hold the mask token. A rope must be set before anything else.
+    BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const Selector& selector,
                  const float* norm, const uint16_t* embedding, int size, int mask_token, int threads);
 
     void set_rope(const float* rope) { decoder_.set_rope(rope); }
@@ -44,16 +51,18 @@ class BlockNetwork {
     void place(const Context* contexts, int count);
     void add_row(int context, int64_t position);
     void best_of(const float* logits, int row, const Best& best) const;
+    void select(int row, int before, const Best& best) const;
 
     Shape shape_;
     Decoder decoder_;
-    const Matrix* projection_;
+    Selector selector_;
     const uint16_t* embedding_;
     int size_, mask_token_;
     std::vector<uint16_t*> kv_;  // [layers, contexts]
     std::vector<int64_t> positions_;
     std::vector<int32_t> pool_of_, first_rows_, prefixes_, block_tables_;
-    std::vector<float> hidden_, wanted_, logits_;
+    std::vector<int32_t> before_;  // of each wanted slot: the anchor if it is its block's first, or -1
+    std::vector<float> hidden_, wanted_, logits_, projected_;
 };
 
 }  // namespace tandem

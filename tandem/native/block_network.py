@@ -17,7 +17,23 @@ class _Context(ctypes.Structure):
 
 class _Best(ctypes.Structure):
     _fields_ = [("count", _Int), ("values", _Pointer), ("columns", _Pointer), ("totals", _Pointer)]
-    _fields_ += [("projected", _Pointer)]
+    _fields_ += [("scores", _Pointer)]
+
+
+class _Selector(ctypes.Structure):
+    _fields_ = [(n, _Pointer) for n in ("projection", "predecessors", "successors", "tokens")]
+
+
+@dataclass(frozen=True)
+class Selector:
+    """DFlash2's candidate selector. V: vocabulary, r: rank."""
+
+    projection: Matrix
+    """hidden -> r"""
+    predecessors: torch.Tensor
+    """bf16 [V, r]"""
+    successors: torch.Tensor
+    """bf16 [V, r]"""
 
 
 @dataclass(frozen=True)
@@ -42,8 +58,9 @@ class Best:
     """[slots, k] int32: columns of the largest logits, descending; the first of equals first."""
     log_probs: torch.Tensor
     """[slots, k] fp32: theirs, in softmax over the whole head."""
-    projected: torch.Tensor | None
-    """[slots, r] fp32: the projection of each slot's normed hidden state, if there is one."""
+    scores: torch.Tensor | None
+    """[slots, k, k] fp32, with a selector: log-probabilities of the k behind each of the k of the slot before; of a
+    block's first slot, behind the anchor, in [0]."""
 
 
 class BlockNetwork:
@@ -55,29 +72,30 @@ class BlockNetwork:
         sizes: Sizes,
         layers: Sequence[LayerWeights],
         head: Matrix,
-        projection: Matrix | None,
+        tokens: torch.Tensor | None,
+        selector: Selector | None,
         norm: torch.Tensor,
         embedding: torch.Tensor,
         block: int,
         mask_token: int,
         threads: int,
     ):
-        """sizes.vocab: the head's outputs. projection: of DFlash2's selector, hidden -> r. norm: [hidden] fp32.
-        embedding: [vocabulary, hidden] bf16. block: slots of a block, the anchor's included."""
+        """sizes.vocab: the head's outputs. tokens: [head] int64, of its outputs, if they are not the tokens. norm:
+        [hidden] fp32. embedding: [vocabulary, hidden] bf16. block: slots of a block, the anchor's included."""
         assert embedding.dtype == torch.bfloat16
         self.block = block
         self.head = sizes.vocab
         """Its outputs."""
         self._library = library
-        self._projection = projection
-        self._kept = (list(layers), head, norm, embedding)
+        self._selects = selector is not None
+        self._kept = (list(layers), head, tokens, selector, norm, embedding)
         self._rope: torch.Tensor | None = None
         shape, table = shape_and_layers(sizes, layers)
         self._handle = library.tandem_blocks(
             ctypes.byref(shape),
             table,
             head.handle,
-            projection.handle if projection else None,
+            ctypes.byref(_selector(selector, tokens)),
             norm.data_ptr(),
             embedding.data_ptr(),
             block,
@@ -113,13 +131,13 @@ class BlockNetwork:
     def _draft(self, blocks: Sequence[Rows], k: int, logits: int | None) -> Best:
         rows = sum(b.count for b in blocks)
         values, columns, totals = torch.empty(rows, k), torch.empty(rows, k, dtype=torch.int32), torch.empty(rows, 1)
-        projected = torch.empty(rows, self._projection.out) if self._projection else None
-        projected_at = None if projected is None else projected.data_ptr()
-        best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr(), projected_at)
+        scores = torch.empty(rows, k, k) if self._selects else None
+        scores_at = None if scores is None else scores.data_ptr()
+        best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr(), scores_at)
         self._library.tandem_blocks_draft(
             self._handle, self._contexts(blocks, self.block), len(blocks), ctypes.byref(best), logits
         )
-        return Best(columns, values - totals, projected)
+        return Best(columns, values - totals, scores)
 
     def _contexts(self, rows: Sequence[Rows], block: int = 0) -> ctypes.Array[_Context]:
         """block: room needed from `start` on, if more than the rows."""
@@ -133,3 +151,11 @@ class BlockNetwork:
     def __del__(self) -> None:
         if handle := getattr(self, "_handle", None):
             self._library.tandem_blocks_free(handle)
+
+
+def _selector(selector: Selector | None, tokens: torch.Tensor | None) -> _Selector:
+    if selector is None:
+        return _Selector()
+    assert selector.predecessors.dtype == selector.successors.dtype == torch.bfloat16
+    codebooks = selector.predecessors.data_ptr(), selector.successors.data_ptr()
+    return _Selector(selector.projection.handle, *codebooks, None if tokens is None else tokens.data_ptr())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dflash.model import DFlashDraftModel
+from dflash.model import DFlash2DraftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -24,11 +24,11 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 @torch.inference_mode()
 def test_drafts_equal_the_reference_and_predict_the_target() -> None:
-    """In float32, behind every position of a greedy answer, the reference's drafts among the tokens of the reduced
-    head; and the first proposal is right as often as a trained one must be (its card says 0.45), which a wrong tap,
-    norm, position or mask prevents."""
+    """In float32, behind every position of a greedy answer, the reference's logits and drafts among the tokens of the
+    reduced head; and the first proposal is right as often as a trained one must be (its card says 0.56), which a wrong
+    tap, norm, position or mask prevents."""
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
-    reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.float32).eval()
+    reference = DFlash2DraftModel.from_pretrained(DRAFT, dtype=torch.float32).eval()
     prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False)
     hidden = target(ids, output_hidden_states=True).hidden_states
@@ -39,26 +39,30 @@ def test_drafts_equal_the_reference_and_predict_the_target() -> None:
     d2t = load_file(DRAFT / "model.safetensors")["d2t"]
     draft_tokens = d2t + torch.arange(len(d2t))
     embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+
+    def reduced_head(hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.full((*hidden.shape[:-1], len(embedding.weight)), -1e9)
+        logits[..., draft_tokens] = head(hidden)[..., draft_tokens]
+        return logits
+
     kv, held, hits, outside = model.new_context(), 0, [], 0
     for base in range(prompt.shape[1], ids.shape[1] - 1):
         anchor = int(ids[0, base])
         model.write_context([ContextRows(kv, held, features[held:base])])
         held = base
         block = torch.tensor([[anchor] + [reference.mask_token_id] * 7])
-        expected = reference.compute_logits(
-            reference(
-                position_ids=torch.arange(base + 8)[None],
-                noise_embedding=embedding(block),
-                target_hidden=taps[:, :base],
-            )[0, 1:],
-            head,
-        )
+        slots = reference(
+            position_ids=torch.arange(base + 8)[None],
+            noise_embedding=embedding(block),
+            target_hidden=taps[:, :base],
+        )[:, 1:]
         request = BlockRequest(kv, base, anchor, nodes=7)
-        among = expected[:, draft_tokens]
+        among = head(slots)[0, :, draft_tokens]
         torch.testing.assert_close(model.block_logits([request]), among, rtol=1e-3, atol=1e-3)
         tokens = model.draft([request])[0].tokens
-        assert tokens == draft_tokens[among.argmax(dim=-1)].tolist()
-        outside += sum(a != b for a, b in zip(tokens, expected.argmax(dim=-1).tolist(), strict=True))
+        assert tokens == reference.propose(slots, block[:, 0], reduced_head, 0.0)[0][0].tolist()
+        whole = reference.propose(slots, block[:, 0], head, 0.0)[0][0].tolist()
+        outside += sum(a != b for a, b in zip(tokens, whole, strict=True))
         hits.append(tokens[0] == int(ids[0, base + 1]))
     assert len(hits) > 30
     assert sum(hits) / len(hits) > 0.3
@@ -71,7 +75,7 @@ def test_trees_hold_more_of_what_the_target_says_than_blocks() -> None:
     on average, small ones no less far, those that begin with the block at no anchor, and the draft model's own estimate
     of how far they reach is of the right size."""
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
-    reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
+    reference = DFlash2DraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
     prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=48, do_sample=False)
     hidden = target(ids, output_hidden_states=True).hidden_states
@@ -114,7 +118,7 @@ def test_the_native_path_accepts_what_torch_does() -> None:
     """Along a greedy answer of the demo target, in bf16 and in int8: nearly always the same blocks, and as much of the
     answer in them."""
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16).eval()
-    reference = DFlashDraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
+    reference = DFlash2DraftModel.from_pretrained(DRAFT, dtype=torch.bfloat16).eval()
     prompt = AutoTokenizer.from_pretrained(TARGET)(PROMPT, return_tensors="pt").input_ids
     ids = target.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=160, do_sample=False)
     hidden = target(ids, output_hidden_states=True).hidden_states
@@ -136,5 +140,5 @@ def test_the_native_path_accepts_what_torch_does() -> None:
             drafted[i] += sum(a == b for a, b in zip(tokens[0], tokens[i], strict=True))
     assert accepted[0] > 40
     for i in (1, 2):
-        assert drafted[i] > 0.9 * drafted[0]
+        assert drafted[i] > 0.85 * drafted[0], "a token that differs changes those behind it"
         assert abs(accepted[i] - accepted[0]) <= 0.1 * accepted[0]
