@@ -104,15 +104,16 @@ class DraftNetwork(nn.Module):
         neutral start where the folder lacks them, and where it has codebooks nothing is left for maps to add. KeyError
         naming others that are missing."""
         state = dict(state)
-        for side in _SIDES:
-            if f"candidate_selector.{side}_codebook" in state:
-                state[f"candidate_selector.{side}_map.weight"] = torch.zeros(())
         state["fc.weight"] = state["fc.weight"] / self.tap_scale.repeat_interleave(self.config.hidden_size)
         own = self.state_dict()
         missing = [n for n in own if n not in state and "_conv." not in n and not n.startswith("candidate_selector.")]
         if missing:
             raise KeyError(f"missing tensors: {', '.join(missing)}")
-        self.load_state_dict({name: state.get(name, tensor).expand_as(tensor) for name, tensor in own.items()})
+        for side in _SIDES if self.config.dflash2 else ():
+            if f"candidate_selector.{side}_codebook" in state:
+                learned = f"candidate_selector.{side}_map.weight"
+                state[learned] = torch.zeros_like(own[learned])
+        self.load_state_dict({name: state.get(name, tensor) for name, tensor in own.items()})
 
 
 class _Mlp(nn.Module):

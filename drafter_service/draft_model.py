@@ -13,7 +13,6 @@ from drafter_service.context_kv import ContextKV
 from drafter_service.draft_network import DraftNetwork
 from drafter_service.slot_candidates import greedy_blocks, independent_candidates, selected_candidates
 from tandem.draft_tree import Candidates, Draft, best_chain, build_tree, sample_chain
-from tandem.layers.top_k import top_k_rows
 from tandem.speculation import DraftShape
 
 MAX_CANDIDATES = 32
@@ -141,11 +140,9 @@ class DraftModel:
         selector = self._network.weights.selector
         if selector is None:
             return self._independent_candidates(requests, logits)
-        values, tokens = top_k_rows(logits, selector.top_k)
-        draft_tokens = self._network.weights.draft_tokens
         return selected_candidates(
-            values,
-            tokens if draft_tokens is None else draft_tokens[tokens],
+            logits,
+            self._network.weights.draft_tokens,
             [self._slots(r) for r in requests],
             torch.tensor([r.anchor for r in requests], device=self._network.device),
             self._network.selector_projection(hidden),

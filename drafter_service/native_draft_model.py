@@ -97,18 +97,18 @@ class NativeDraftModel:
     def draft(self, requests: Sequence[BlockRequest[ContextKV]]) -> list[Draft]:
         """One forward over the blocks of all requests, which are of different sequences: the chain of the most probable
         tokens, or the most probable prefixes."""
-        slots = [self._slots(r) for r in requests]
-        trees = [r.nodes for r in requests if r.shape is DraftShape.TREE]
-        k = min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head)
         if self.config.dflash2:
             k = self.config.dflash2.selector_top_k
+        else:
+            trees = [r.nodes for r in requests if r.shape is DraftShape.TREE]
+            k = min(max(trees, default=1), MAX_CANDIDATES, self._blocks.head)
         best = self._blocks.draft(self._rows(requests), k)
         columns = best.columns.long()
         tokens = (columns if self._draft_tokens is None else self._draft_tokens[columns]).tolist()
         log_probs = (best.log_probs[:, None] if best.scores is None else best.scores).tolist()
         drafts, end = [], 0
-        for request, count in zip(requests, slots, strict=True):
-            start, end = end, end + count
+        for request in requests:
+            start, end = end, end + self._slots(request)
             candidates = Candidates(tokens[start:end], [log_probs[start][:1], *log_probs[start + 1 : end]])
             drafts.append(draft_from(candidates, request.nodes, request.shape))
         return drafts

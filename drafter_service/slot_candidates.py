@@ -9,6 +9,7 @@ from drafter_service.draft_weights import SelectorWeights
 from tandem.draft_tree import Candidates, Draft
 from tandem.kernels.top_k import top_k
 from tandem.layers.dflash2 import transition_scores
+from tandem.layers.top_k import top_k_rows
 
 
 def greedy_blocks(logits: torch.Tensor, draft_tokens: torch.Tensor | None, slots: Sequence[int]) -> list[Draft]:
@@ -35,18 +36,20 @@ def independent_candidates(
 
 def selected_candidates(
     logits: torch.Tensor,
-    tokens: torch.Tensor,
+    draft_tokens: torch.Tensor | None,
     slots: Sequence[int],
     anchors: torch.Tensor,
     projected: torch.Tensor,
     selector: SelectorWeights,
 ) -> list[Candidates]:
-    """The k most probable tokens of every slot, with what DFlash2's selector makes of each behind each candidate of the
-    slot before, or the anchor: a distribution over the k.
+    """The k tokens of every slot with the largest logits, with what DFlash2's selector makes of each behind each
+    candidate of the slot before, or the anchor: a distribution over the k.
 
-    logits [rows, k] fp32, but for a constant per row; tokens [rows, k]; anchors [blocks] int64; projected [rows, r]:
-    the selector's projection of the slots' final hidden states.
+    anchors [blocks] int64; projected [rows, r]: the selector's projection of the slots' final hidden states.
     """
+    logits, tokens = top_k_rows(logits, selector.top_k)
+    if draft_tokens is not None:
+        tokens = draft_tokens[tokens]
     before = tokens.roll(1, dims=0)
     blocks = _of_blocks(slots)
     before[[rows.start for rows in blocks]] = anchors[:, None]

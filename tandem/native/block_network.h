@@ -28,9 +28,9 @@ struct Best {
 
 // DFlash2's: what stands before a token changes its logit.
 struct Selector {
-    const Matrix* projection;                         // hidden -> rank, of normed rows
-    const uint16_t *predecessors, *successors;        // bf16 [vocabulary, rank]
-    const int64_t* tokens;                            // of the head's columns; null: they are the tokens
+    const Matrix* projection;                   // hidden -> rank, of normed rows
+    const uint16_t *predecessors, *successors;  // bf16 [vocabulary, rank]
+    const int64_t* tokens;                      // of the head's columns; null: they are the tokens
 };
 
 class BlockNetwork {

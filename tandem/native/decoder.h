@@ -92,10 +92,10 @@ class Decoder {
     Team team_;
     AttentionPlan plan_;
     Activations normed_, attended_, inner_, others_;
-    std::vector<float> qkv_;     // [rows, (heads + 2 kv heads) * dim]
+    std::vector<float> qkv_;                 // [rows, (heads + 2 kv heads) * dim]
+    std::vector<uint16_t> q_;                // [rows, heads * dim]
     std::vector<float> entering_, leaving_;  // what is convolved: [rows, hidden]
     std::vector<float> kernels_;             // [rows, 2, taps, hidden / group]
-    std::vector<uint16_t> q_;    // [rows, heads * dim]
     std::array<double, kParts> seconds_{};
     double phase_end_ = 0;
 };

@@ -35,7 +35,8 @@ void tandem_decoder_linear(void* decoder, const void* matrix, const float* x, in
 
 void* tandem_blocks(const Shape* shape, const LayerWeights* layers, const void* head, const Selector* selector,
                     const float* norm, const uint16_t* embedding, int32_t size, int32_t mask_token, int32_t threads) {
-    return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), *selector, norm, embedding, size, mask_token, threads);
+    return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), *selector, norm, embedding, size,
+                            mask_token, threads);
 }
 
 void tandem_blocks_free(void* network) { delete static_cast<BlockNetwork*>(network); }

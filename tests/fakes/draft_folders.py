@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 VOCAB, HIDDEN, TARGET_LAYERS = 512, 64, 10
+FULL_ATTENTION = {"layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False}
+"""Changes that make all layers see everything."""
 
 
 def draft_config(**changes: Any) -> dict[str, Any]:

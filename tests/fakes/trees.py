@@ -10,6 +10,14 @@ def random_tree(parents: list[int], vocab: int, seed: int) -> Draft:
     return Draft(random.Random(seed).sample(range(vocab), len(parents)), parents, [0.0] * len(parents))
 
 
+def token_paths(draft: Draft) -> list[tuple[int, ...]]:
+    """Of each node the tokens from the root's child down to it."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append((*paths[parent], token))
+    return paths[1:]
+
+
 def tree_around(truth: list[int], nodes: int, vocab: int, rng: random.Random) -> Draft:
     """A random tree in which about half the nodes are a path along `truth`, with wrong nodes before, between and
     behind them. Siblings are distinct."""

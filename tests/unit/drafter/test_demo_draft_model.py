@@ -140,5 +140,5 @@ def test_the_native_path_accepts_what_torch_does() -> None:
             drafted[i] += sum(a == b for a, b in zip(tokens[0], tokens[i], strict=True))
     assert accepted[0] > 40
     for i in (1, 2):
-        assert drafted[i] > 0.85 * drafted[0], "a token that differs changes those behind it"
+        assert drafted[i] > 0.9 * drafted[0]
         assert abs(accepted[i] - accepted[0]) <= 0.1 * accepted[0]

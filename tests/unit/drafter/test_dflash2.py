@@ -19,14 +19,21 @@ from drafter_service.paged_draft_model import PagedDraftModel
 from tandem.draft_tree import Candidates, build_tree, sample_chain
 from tandem.layers.dflash2 import grouped_conv
 from tandem.speculation import DraftShape
-from tests.fakes.draft_folders import HIDDEN, dflash2_config, draft_config, draft_tensors, write_draft, write_target
+from tests.fakes.draft_folders import (
+    FULL_ATTENTION,
+    HIDDEN,
+    dflash2_config,
+    draft_config,
+    draft_tensors,
+    write_draft,
+    write_target,
+)
 
 CPU = torch.device("cpu")
-FULL = {"layer_types": ["full_attention"] * 3, "sliding_window": None, "use_sliding_window": False}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as published": ({}, {}),
-    "full attention": ({}, FULL),
-    "full attention, causal": ({}, FULL | {"is_causal": True}),
+    "full attention": ({}, FULL_ATTENTION),
+    "full attention, causal": ({}, FULL_ATTENTION | {"is_causal": True}),
     "causal where sliding": (
         {},
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "is_causal": ...},

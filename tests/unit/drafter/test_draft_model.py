@@ -20,6 +20,7 @@ from tandem.layers.top_k import top_k_rows
 from tandem.speculation import DraftShape
 from tests.fakes import tiny_models
 from tests.fakes.draft_folders import HIDDEN, VOCAB, draft_config, draft_tensors, write_draft, write_target
+from tests.fakes.trees import token_paths
 
 SLIDING = {"sliding_window": 5, "use_sliding_window": True}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -226,10 +227,7 @@ def test_trees_are_the_most_probable_prefixes_of_the_reference(nodes: int, tmp_p
     draft = model.draft([BlockRequest(kv, 33, 17, nodes, DraftShape.TREE)])[0]
     log_probs = oracle.logits(taps, 17).log_softmax(dim=-1)
     expected = best_prefixes(log_probs, nodes)
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append((*paths[parent], token))
-    assert paths[1:] == [path for path, _ in expected]
+    assert token_paths(draft) == [path for path, _ in expected]
     assert draft.path_log_probs() == pytest.approx([score for _, score in expected], abs=1e-3)
     assert max(draft.depths) > 2
     assert max(Counter(draft.parents).values()) > 2
@@ -279,10 +277,7 @@ def test_trees_of_a_reduced_head(tmp_path: Path) -> None:
     model.write_context([ContextRows(kv, 0, oracle.features(taps))])
     draft = model.draft([BlockRequest(kv, 33, 17, 25, DraftShape.TREE)])[0]
     expected = best_prefixes(oracle.logits(taps, 17)[:, tokens].log_softmax(dim=-1), 25)
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        paths.append((*paths[parent], token))
-    assert paths[1:] == [tuple(tokens[i].item() for i in path) for path, _ in expected]
+    assert token_paths(draft) == [tuple(tokens[i].item() for i in path) for path, _ in expected]
     assert max(draft.depths) > 2
 
 

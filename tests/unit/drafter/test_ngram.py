@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from drafter_service.ngram import LEAST_PROBABILITY, NgramIndex
 from tandem.draft_tree import Draft
 from tandem.speculation import DraftShape
+from tests.fakes.trees import token_paths
 
 VOCAB = 4
 
@@ -60,14 +61,6 @@ def test_extending_in_pieces_is_extending_at_once(pieces: list[list[int]], limit
         assert index.matches(history) == index_of(whole, limits).matches(history)
 
 
-def paths(draft: Draft) -> list[list[int]]:
-    """Of each node the tokens from the anchor's child down to it."""
-    found: list[list[int]] = [[]]
-    for token, parent in zip(draft.tokens, draft.parents, strict=True):
-        found.append([*found[parent], token])
-    return found[1:]
-
-
 @given(_texts, st.integers(0, VOCAB), _limits, st.integers(1, 40), _shapes)
 def test_drafts_are_valid_ordered_and_found_in_the_text(
     text: list[int], anchor: int, limits: tuple[int, int], max_nodes: int, shape: DraftShape
@@ -93,7 +86,7 @@ def test_drafts_are_valid_ordered_and_found_in_the_text(
     for nodes in children.values():
         assert len({draft.tokens[i] for i in nodes}) == len(nodes)
         assert sum(math.exp(draft.log_probs[i]) for i in nodes) < 1
-    for path in paths(draft):
+    for path in token_paths(draft):
         before = [*text, anchor, *path[:-1]][-limits[1] :]
         assert path[-1] in {text[end] for end in occurrences(text, before)}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.draft_tree import Draft
 from tandem.sampling import SamplingParams
 from tests.fakes.tiny_models import VOCAB, constant_draft, random_target
-from tests.fakes.trees import random_tree, tree_around
+from tests.fakes.trees import random_tree, token_paths, tree_around
 from tests.unit.verifier.steps import Hand, RecordingModel, kv_of, make_runner, run
 from verifier_service.model_runner import ModelRunner
 
@@ -30,14 +30,6 @@ def tree(parents: list[int], seed: int) -> Draft:
 
 def prompt(length: int, seed: int) -> list[int]:
     return random.Random(1000 + seed).choices(range(VOCAB), k=length)
-
-
-def paths(draft: Draft) -> list[tuple[int, ...]]:
-    """Tokens from the root's child to the node, for the root and every node."""
-    found: list[tuple[int, ...]] = [()]
-    for parent, token in zip(draft.parents, draft.tokens, strict=True):
-        found.append((*found[parent], token))
-    return found
 
 
 def primed(runner: ModelRunner, number: int, tokens: list[int], sampling: SamplingParams | None = None) -> Hand:
@@ -83,7 +75,7 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def check_rows(target: Target, prompts: list[list[int]], drafts: list[Draft]) -> None:
     rows = iter(target.verified([primed(target.runner, i, p) for i, p in enumerate(prompts)], list(drafts)))
     for tokens, draft in zip(prompts, drafts, strict=True):
-        for path in paths(draft):
+        for path in [(), *token_paths(draft)]:
             expected = target.plain_row(tuple(tokens), path)
             assert torch.equal(next(rows), expected), f"behind {len(tokens)} tokens, {draft.parents}, path {path}"
 
@@ -110,7 +102,7 @@ def test_a_nodes_row_is_close_to_plain_decoding_in_bf16(tmp_path: Path) -> None:
     target = Target(*make_runner(grouped_target(tmp_path, 9, 3), torch.bfloat16))
     tokens, draft = prompt(45, 3), tree(BUSHY, 3)
     rows = target.verified([primed(target.runner, 0, tokens)], [draft])
-    plain = torch.stack([target.plain_row(tuple(tokens), path) for path in paths(draft)])
+    plain = torch.stack([target.plain_row(tuple(tokens), path) for path in [(), *token_paths(draft)]])
     assert sum(torch.equal(a, b) for a, b in zip(rows, plain, strict=True)) >= 9
     torch.testing.assert_close(rows, plain, atol=0.03, rtol=0.03)
 
