@@ -10,6 +10,7 @@ namespace tandem {
 namespace {
 
 constexpr int kTileQueries = 24;  // about so many queries share a load of the keys
+constexpr int kTasksPerThread = 2;  // at least, where rows allow it: three kv heads on two threads leave one idle
 
 // A query row's part of a tile.
 struct Reader {
@@ -31,14 +32,18 @@ thread_local Scratch scratch;
 
 }  // namespace
 
-void AttentionPlan::make(const Tables& tables, int rows, const HeadShape& shape) {
+void AttentionPlan::make(const Tables& tables, int rows, const HeadShape& shape, int threads) {
     tables_ = tables;
     shape_ = shape;
     tiles_.clear();
     slots_.clear();
     starts_.clear();
-    int rows_per_tile = std::max(1, kTileQueries / shape.group());
     real_rows_ = std::min(rows, (int)tables.first_rows[tables.sequences]);
+    const int most = std::max(1, kTileQueries / shape.group());
+    auto tiles_of = [&](int count, int most) { return (count + most - 1) / most; };
+    int tiles = 0;
+    for (int s = 0; s < tables.sequences; s++) tiles += tiles_of(tables.first_rows[s + 1] - tables.first_rows[s], most);
+    const bool few = tiles * shape.kv_heads < kTasksPerThread * threads;
     std::vector<int32_t> tail;
     for (int s = 0; s < tables.sequences; s++) {
         int first = tables.first_rows[s], end = tables.first_rows[s + 1];
@@ -47,7 +52,11 @@ void AttentionPlan::make(const Tables& tables, int rows, const HeadShape& shape)
             tail_of(row, s, tail);
             longest = std::max(longest, tail.empty() ? (int)tables.prefixes[row] : tail.back() + 1);
         }
-        for (int row = first; row < end; row += rows_per_tile) tiles_.push_back({s, row, std::min(rows_per_tile, end - row)});
+        const int count = end - first, parts = few ? std::min(count, 2 * tiles_of(count, most)) : tiles_of(count, most);
+        for (int part = 0; part < parts; part++) {
+            const int from = first + count * part / parts;
+            tiles_.push_back({s, from, first + count * (part + 1) / parts - from});
+        }
         starts_.push_back(slots_.size());
         const int32_t* blocks = tables.block_tables + (size_t)s * tables.blocks;
         for (int p = 0; p < longest; p++)

@@ -27,7 +27,8 @@ struct HeadShape {
 // A step's rows in tiles of one sequence each, and where the sequences' keys lie.
 class AttentionPlan {
   public:
-    void make(const Tables& tables, int rows, const HeadShape& shape);
+    // threads: that share the tiles.
+    void make(const Tables& tables, int rows, const HeadShape& shape, int threads);
     int tiles() const { return (int)tiles_.size(); }
     int first_row(int tile) const { return tiles_[tile].first_row; }
     // Rows from here on belong to no sequence.

@@ -69,14 +69,15 @@ void Decoder::phase(Team::Place& place, Part part, int tasks, Task&& task) {
     }
 }
 
-int Decoder::tasks_of(int blocks) const { return std::min((blocks + 1) / 2, kTasksPerThread * team_.size()); }
+int Decoder::tasks_of(int pairs) const { return std::min(pairs, kTasksPerThread * team_.size()); }
 
 // A phase: to = x m^T, or += it; to: [rows, m.out()].
 void Decoder::product(
     Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add) {
-    const int tasks = tasks_of(m.blocks());
+    const int tasks = tasks_of(m.pairs());
     phase(place, part, tasks, [&](int task) {
-        int first = (int)((int64_t)m.blocks() * task / tasks), end = (int)((int64_t)m.blocks() * (task + 1) / tasks);
+        int first = 2 * (int)((int64_t)m.pairs() * task / tasks);
+        int end = std::min(2 * (int)((int64_t)m.pairs() * (task + 1) / tasks), m.blocks());
         multiply(m, first, end - first, x, rows, to + (size_t)first * kBlock, m.out(), add);
     });
 }
@@ -93,7 +94,7 @@ void Decoder::forward(const Step& step) {
         for (auto* buffer : {&entering_, &leaving_}) grow(*buffer, (size_t)step.rows * shape_.hidden);
         grow(kernels_, (size_t)step.rows * layers_[0].attention_conv.kernels->out());
     }
-    plan_.make(step.tables, step.rows, heads_);
+    plan_.make(step.tables, step.rows, heads_, team_.size());
     if (plan_.real_rows() < step.rows) {
         std::vector<float> zeros(shape_.heads * shape_.head_dim);
         for (int row = plan_.real_rows(); row < step.rows; row++) attended_.set(row, 0, (int)zeros.size(), zeros.data());
@@ -116,14 +117,17 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
 
     if (convs) convolve_input(place, w.attention_conv, rows);
     const Matrix* const qkv[3] = {w.q, w.k, w.v};
-    const int qkv_blocks = width / kBlock, qkv_tasks = tasks_of(qkv_blocks);
+    const int qkv_pairs = w.q->pairs() + w.k->pairs() + w.v->pairs(), qkv_tasks = tasks_of(qkv_pairs);
     phase(place, kLinears, qkv_tasks, [&](int task) {
-        int first = (int)((int64_t)qkv_blocks * task / qkv_tasks), end = (int)((int64_t)qkv_blocks * (task + 1) / qkv_tasks);
-        int start = 0;
+        const int begin = qkv_pairs * task / qkv_tasks, end = qkv_pairs * (task + 1) / qkv_tasks;
+        int start = 0, column = 0;
         for (const Matrix* m : qkv) {
-            int from = std::max(first, start), to = std::min(end, start + m->blocks());
-            if (from < to) multiply(*m, from - start, to - from, normed_, rows, &qkv_[(size_t)from * kBlock], width, false);
-            start += m->blocks();
+            const int from = std::max(begin - start, 0), to = std::min(end - start, m->pairs());
+            if (from < to)
+                multiply(*m, 2 * from, std::min(2 * to, m->blocks()) - 2 * from, normed_, rows,
+                         &qkv_[column + 2 * from * kBlock], width, false);
+            start += m->pairs();
+            column += m->out();
         }
     });
     phase(place, kOther, rows, [&](int row) { rotate(row, index, step); });

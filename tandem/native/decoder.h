@@ -82,7 +82,7 @@ class Decoder {
     float* kept(int row) { return shape_.conv_taps ? &entering_[(size_t)row * shape_.hidden] : nullptr; }
     void rotate(int row, int index, const Step& step);
     void turn(const float* from, const float* weight, int64_t position, uint16_t* to) const;
-    int tasks_of(int blocks) const;
+    int tasks_of(int pairs) const;
 
     Shape shape_;
     HeadShape heads_;

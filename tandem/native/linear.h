@@ -17,8 +17,8 @@ enum class Form : int32_t {
 };
 
 // W [out, in], blocks of 16 outputs one after another; in a block columns follow each other in the products' order.
-// bf16: per two columns 16 x 2 values. q4: per group 256 bytes of nibbles, 16 scales, 16 minima. q8: per group 512 bytes,
-// 128 above their value, 16 scales.
+// bf16: per two columns 16 x 2 values, and those of two blocks take turns, so that a product of both reads straight on.
+// q4: per group 256 bytes of nibbles, 16 scales, 16 minima. q8: per group 512 bytes, 128 above their value, 16 scales.
 class Matrix {
   public:
     // values: bf16 [out, in]; q4 [out, in / 2], in a group's byte i the columns i (low) and i + 16; q8 [out, in].
@@ -31,6 +31,8 @@ class Matrix {
     int out() const { return out_; }
     int in() const { return in_; }
     int blocks() const { return out_ / kBlock; }
+    // What products take at once: two blocks, at the end perhaps one.
+    int pairs() const { return (blocks() + 1) / 2; }
     size_t bytes() const { return block_bytes_ * (size_t)blocks(); }
     const uint8_t* block(int i) const { return data_ + (size_t)i * block_bytes_; }
 
@@ -38,6 +40,9 @@ class Matrix {
     void row(int index, float* to) const;
 
   private:
+    // Blocks that take turns with block i.
+    int together(int i) const { return form_ == Form::bf16 && (i | 1) < blocks() ? 2 : 1; }
+
     Form form_;
     int out_, in_;
     size_t block_bytes_;
@@ -73,9 +78,9 @@ class Activations {
     std::vector<Group> groups_;
 };
 
-// y[row, 16 * block + lane] = x W^T for blocks [first, first + count), or += it. y's rows are `stride` floats apart and
-// begin with block `first`. A row's bits do not depend on rows, first and count: each output is summed over its columns
-// in ascending order.
+// y[row, 16 * block + lane] = x W^T for blocks [first, first + count), or += it; whole pairs. y's rows are `stride`
+// floats apart and begin with block `first`. A row's bits do not depend on rows, first and count: each output is summed
+// over its columns in ascending order.
 void multiply(const Matrix& w, int first, int count, const Activations& x, int rows, float* y, size_t stride, bool add);
 
 }  // namespace tandem

@@ -42,14 +42,15 @@ Matrix::Matrix(Form form, int out, int in, const void* values, const uint16_t* s
     data_ = allocate(bytes());
     int groups = in / kGroup;
     for (int o = 0; o < out; o++) {
-        uint8_t* block = data_ + (size_t)(o / kBlock) * block_bytes_;
-        int lane = o % kBlock;
+        const int block = o / kBlock, lane = o % kBlock, turns = together(block);
+        uint8_t* start = data_ + (size_t)(block / turns * turns) * block_bytes_ + 64 * (block % turns);
         for (int g = 0; g < groups; g++) {
-            uint8_t* to = block + (size_t)g * group_bytes(form);
+            uint8_t* to = start + (size_t)g * group_bytes(form) * turns;
             size_t index = (size_t)o * groups + g;
             if (form == Form::bf16) {
                 const uint16_t* from = static_cast<const uint16_t*>(values) + index * kGroup;
-                for (int pair = 0; pair < kGroup / 2; pair++) std::memcpy(to + 64 * pair + 4 * lane, from + 2 * pair, 4);
+                for (int pair = 0; pair < kGroup / 2; pair++)
+                    std::memcpy(to + 64 * pair * turns + 4 * lane, from + 2 * pair, 4);
             } else if (form == Form::q4) {
                 // Nibbles of columns i and i + 16 share a byte, so the four bytes of a lane keep their order.
                 const uint8_t* from = static_cast<const uint8_t*>(values) + index * (kGroup / 2);
@@ -68,14 +69,14 @@ Matrix::Matrix(Form form, int out, int in, const void* values, const uint16_t* s
 Matrix::~Matrix() { std::free(data_); }
 
 void Matrix::row(int index, float* to) const {
-    const uint8_t* from = block(index / kBlock);
-    int lane = index % kBlock;
-    for (int column = 0; column < in_; column += kGroup, to += kGroup, from += group_bytes(form_)) {
+    const int at = index / kBlock, lane = index % kBlock, turns = together(at);
+    const uint8_t* from = block(at / turns * turns) + 64 * (at % turns);
+    for (int column = 0; column < in_; column += kGroup, to += kGroup, from += group_bytes(form_) * turns) {
         uint16_t scale, minimum;
         for (int i = 0; i < kGroup; i++) {
             if (form_ == Form::bf16) {
                 uint16_t value;
-                std::memcpy(&value, from + 64 * (i / 2) + 4 * lane + 2 * (i % 2), 2);
+                std::memcpy(&value, from + 64 * (i / 2) * turns + 4 * lane + 2 * (i % 2), 2);
                 uint32_t bits = (uint32_t)value << 16;
                 std::memcpy(to + i, &bits, 4);
             } else if (form_ == Form::q4) {

@@ -26,7 +26,7 @@ inline void pause() {
 }  // namespace
 
 Team::Team(int threads) {
-    for (int i = 1; i < threads; i++) workers_.emplace_back([this] { work(); });
+    for (int i = 1; i < threads; i++) workers_.emplace_back([this, i] { work(i); });
 }
 
 Team::~Team() {
@@ -37,30 +37,31 @@ Team::~Team() {
 
 void Team::run(int phases, const std::function<void(Place&)>& body) {
     if (room_ < phases) {
+        constexpr int line = 64 / sizeof(std::atomic<int>);
+        stride_ = (size() + line - 1) / line * line;
         phases_ = std::make_unique<Phase[]>(phases);
+        taken_ = std::make_unique<std::atomic<int>[]>((size_t)phases * stride_);
         room_ = phases;
     }
-    for (int i = 0; i < phases; i++) {
-        phases_[i].next.store(0, std::memory_order_relaxed);
-        phases_[i].done.store(0, std::memory_order_relaxed);
-    }
+    for (int i = 0; i < phases; i++) phases_[i].done.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < phases * stride_; i++) taken_[i].store(0, std::memory_order_relaxed);
     body_ = &body;
     inside_.store(kOpen);
     steps_.fetch_add(1);
     wake();
-    Place place(*this, true);
+    Place place(*this, 0);
     body(place);
     inside_.fetch_sub(kOpen);
     wait([this] { return inside_.load() == 0; });
 }
 
-void Team::work() {
+void Team::work(int index) {
     for (unsigned seen = 0;;) {
         wait([&] { return stopping_.load() || steps_.load() != seen; });
         if (stopping_) return;
         seen = steps_.load();
         if (!enter()) continue;
-        Place place(*this, false);
+        Place place(*this, index);
         (*body_)(place);
         if (inside_.fetch_sub(1) == 1) wake();
     }

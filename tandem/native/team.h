@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,19 +21,27 @@ class Team {
     class Place {
       public:
         // The thread that called run: it is there from the first phase to the last.
-        bool caller() const { return caller_; }
+        bool caller() const { return index_ == 0; }
 
-        // Tasks 0 .. count - 1 of the next phase, by whoever is free; returns when all are done. Every thread must pass
-        // the same phases with the same counts.
+        // Tasks 0 .. count - 1 of the next phase; returns when all are done. Every thread must pass the same phases with
+        // the same counts. A thread takes its own share first, in order, so that what it reads ahead is what it reads
+        // next; then what others have left.
         template <class Task>
         void share(int count, Task&& task) {
-            Phase& phase = team_.phases_[phase_++];
+            Phase& phase = team_.phases_[phase_];
+            std::atomic<int>* taken = &team_.taken_[(size_t)phase_++ * team_.stride_];
+            const int threads = team_.size();
             int mine = 0;
-            while (phase.next.load(std::memory_order_relaxed) < count) {
-                int i = phase.next.fetch_add(1, std::memory_order_relaxed);
-                if (i >= count) break;
-                task(i);
-                mine++;
+            for (int k = 0; k < threads; k++) {
+                const int whose = (index_ + k) % threads;
+                const int begin = (int)((int64_t)count * whose / threads);
+                const int size = (int)((int64_t)count * (whose + 1) / threads) - begin;
+                while (taken[whose].load(std::memory_order_relaxed) < size) {
+                    int i = taken[whose].fetch_add(1, std::memory_order_relaxed);
+                    if (i >= size) break;
+                    task(begin + i);
+                    mine++;
+                }
             }
             if (mine && phase.done.fetch_add(mine) + mine == count) return team_.wake();
             if (phase.done.load(std::memory_order_acquire) < count)
@@ -41,9 +50,9 @@ class Team {
 
       private:
         friend class Team;
-        Place(Team& team, bool caller) : team_(team), caller_(caller) {}
+        Place(Team& team, int index) : team_(team), index_(index) {}
         Team& team_;
-        bool caller_;
+        int index_;
         int phase_ = 0;
     };
 
@@ -58,17 +67,19 @@ class Team {
 
   private:
     struct alignas(64) Phase {
-        std::atomic<int> next{0}, done{0};
+        std::atomic<int> done{0};
     };
     static constexpr int kOpen = 1 << 16;
 
-    void work();
+    void work(int index);
     bool enter();
     void wake();
     void wait(const std::function<bool()>& over);
 
     std::vector<std::thread> workers_;
     std::unique_ptr<Phase[]> phases_;
+    std::unique_ptr<std::atomic<int>[]> taken_;  // tasks of each thread's share, per phase
+    int stride_ = 0;                             // of a phase in taken_
     int room_ = 0;
     const std::function<void(Place&)>* body_ = nullptr;
 
