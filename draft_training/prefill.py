@@ -45,7 +45,7 @@ def prefill(
         tables=step_tables(model, sequences, [list(range(*span)) for span in spans], 1),
     )
     hidden, taps = model.forward(batch, kv, tap_layers)
-    rows = torch.cat([*taps, hidden], dim=-1)
+    rows = torch.cat([taps, hidden], dim=-1)
     return [rows[start:end] for start, end in spans]
 
 

@@ -67,7 +67,7 @@ class SlotDecoder:
             tables=self._tables,
         )
         hidden, taps = self._model.forward(batch, self._kv, self._tap_layers)
-        return SlotStep(self._model.logits(hidden), torch.cat([*taps, hidden], dim=-1))
+        return SlotStep(self._model.logits(hidden), torch.cat([taps, hidden], dim=-1))
 
     @torch.inference_mode()
     def prefix(self, tokens: list[int]) -> Prefix:

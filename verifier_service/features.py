@@ -18,6 +18,12 @@ from tandem.layers.linear import Linear
 from verifier_service.models.target_config import TargetConfig
 
 
+def projection(weight: torch.Tensor, norm: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """taps [rows, in] to RMSNorm(taps weight^T) [rows, out]. weight: [out, in], norm: [out]."""
+    fc = Linear(weight)
+    return lambda taps: rms_norm(fc(taps), norm, eps)
+
+
 class FeatureProjection:
     """The draft model's first step, run by the verifier: hidden_norm(fc(taps)). DFlash, arXiv 2602.06036."""
 
@@ -27,19 +33,20 @@ class FeatureProjection:
         target: TargetConfig,
         dtype: torch.dtype,
         device: torch.device,
-        linear: Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] = Linear,
+        make: Callable[[torch.Tensor, torch.Tensor, float], Callable[[torch.Tensor], torch.Tensor]] = projection,
     ):
-        """linear: makes a layer of a weight [out, in]."""
+        """make: projection, or what does the same elsewhere."""
         self.config = DraftConfig.load(draft_folder)
         self._check(draft_folder, target)
         folder = CheckpointFolder(draft_folder)
         hidden, taps = self.config.hidden_size, len(self.config.target_layer_ids)
-        self._fc = linear(folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device))
-        self._norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
+        weight = folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device)
+        norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
+        self._project = make(weight, norm, self.config.rms_norm_eps)
 
     def __call__(self, taps: torch.Tensor) -> torch.Tensor:
         """[rows, taps * target hidden] to [rows, hidden]."""
-        return rms_norm(self._fc(taps), self._norm, self.config.rms_norm_eps)
+        return self._project(taps)
 
     def _check(self, folder: Path, target: TargetConfig) -> None:
         c = self.config
@@ -98,9 +105,12 @@ class FeaturePool:
         if not self._waiting:
             return
         assert self._projection
-        slots, taps = zip(*self._waiting, strict=True)
+        waiting, self._waiting, self._rows = self._waiting, [], 0
+        if len(waiting) == 1:
+            self.project(*waiting[0])
+            return
+        slots, taps = zip(*waiting, strict=True)
         features = self._projection(torch.cat(taps))
         # Step by step: a slot that was given to another sequence meanwhile keeps what was written to it last.
         for where, rows in zip(slots, features.split([len(s) for s in slots]), strict=True):
             self._pool.index_copy_(0, where, rows)
-        self._waiting, self._rows = [], 0

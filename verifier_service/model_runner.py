@@ -156,7 +156,7 @@ class ModelRunner:
             raise Unavailable(f"verifier: a step failed, and with it the ranks: {error}") from error
 
     def _keep_features(
-        self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: list[torch.Tensor]
+        self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: torch.Tensor
     ) -> None:
         rows: list[int] = []
         kept: list[int] = []
@@ -166,8 +166,7 @@ class ModelRunner:
                 rows += [first_row + row for row in verdict.accepted_rows]
                 kept += range(first_row, first_row + len(verdict.accepted_rows))
             first_row += segment.rows
-        picked = _rows_of(torch.cat(taps, dim=-1), rows)
-        self._feature_pool.write(_rows_of(slots, kept), picked)
+        self._feature_pool.write(_rows_of(slots, kept), _rows_of(taps, rows))
 
 
 def _rows_of(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:

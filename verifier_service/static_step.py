@@ -195,7 +195,7 @@ class StaticStep:
         batch = self._executor.table_batch(inputs)
         hidden, taps = self._executor.run(batch, self._tap_layers)
         if self._feature_pool:
-            self._feature_pool.project(batch.slots, torch.cat(taps, dim=-1))
+            self._feature_pool.project(batch.slots, taps)
         if not self._decides:
             if self._model.head_is_split:
                 self._model.logits(hidden.index_select(0, inputs.choosing))

@@ -25,7 +25,8 @@ class Computed:
 
     hidden: torch.Tensor
     """[rows, hidden], padding included."""
-    taps: list[torch.Tensor]
+    taps: torch.Tensor
+    """[rows, taps * hidden]"""
     slots: torch.Tensor
     """[rows] int64: where each row's key and value are."""
     routing: list[torch.Tensor]
@@ -54,7 +55,7 @@ class StepExecutor:
         hidden, taps = self.run(batch, tap_layers)
         return Computed(hidden, taps, batch.slots, self._model.routing)
 
-    def run(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def run(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's forward over a batch and this rank's KV: hidden [rows, hidden] and the taps."""
         return self._model.forward(batch, self._layers_kv, tap_layers)
 

@@ -11,9 +11,8 @@ from tandem.checkpoints.shard import WHOLE, Shard
 from tandem.config import ParallelConfig, StackConfig, VerifierConfig
 from tandem.errors import StartupError
 from tandem.expert_files import read_placement
-from tandem.layers.linear import Linear
 from tandem.torch_setup import leave_cores_to_native, pick_device, set_threads
-from verifier_service.features import FeatureProjection
+from verifier_service.features import FeatureProjection, projection
 from verifier_service.models.architectures import read_config
 from verifier_service.models.decoder import DecoderModel
 from verifier_service.models.loading import Placement, load_served_model
@@ -60,8 +59,8 @@ def feature_projection(config: StackConfig, part: TargetPart) -> FeatureProjecti
     if config.draft_model is None:
         return None
     model = part.model
-    linear = model.linear if isinstance(model, NativeDecoder) else Linear
-    return FeatureProjection(config.draft_model, model.config, model.dtype, part.device, linear)
+    make = model.projection if isinstance(model, NativeDecoder) else projection
+    return FeatureProjection(config.draft_model, model.config, model.dtype, part.device, make)
 
 
 def _model(

@@ -165,7 +165,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         for (int t = 0; t < step.tap_count; t++)
             if (step.taps[t] == index)
                 for (int i = 0; i < hidden; i += kLanes)
-                    store_bf16(step.tapped[t] + (size_t)row * hidden + i, load<Floats>(x + i));
+                    store_bf16(step.tapped + ((size_t)row * step.tap_count + t) * hidden + i, load<Floats>(x + i));
         if (!last) normalise(step.hidden, layers_[index + 1].input_norm, row, kept(row));
     });
 }
@@ -217,13 +217,26 @@ void Decoder::logits(const float* hidden, int rows, float* to, const Matrix* bes
     });
 }
 
-void Decoder::linear(const Matrix& matrix, const float* x, int rows, float* to) {
+void Decoder::project(const Matrix& matrix, const float* norm, float eps, const uint16_t* x, int rows, uint16_t* to) {
     phase_end_ = now();
+    const int in = matrix.in(), out = matrix.out();
     others_.need(matrix.form());
-    others_.resize(rows, matrix.in());
-    team_.run(2, [&](Team::Place& place) {
-        phase(place, kOther, rows, [&](int row) { others_.set(row, 0, matrix.in(), x + (size_t)row * matrix.in()); });
-        product(place, kLinears, matrix, others_, rows, to, false);
+    others_.resize(rows, in);
+    grow(projected_, (size_t)rows * out);
+    team_.run(3, [&](Team::Place& place) {
+        phase(place, kOther, rows, [&](int row) {
+            thread_local std::vector<float> buffer;
+            grow(buffer, in);
+            for (int i = 0; i < in; i += kLanes) store(&buffer[i], load_bf16(x + (size_t)row * in + i));
+            others_.set(row, 0, in, buffer.data());
+        });
+        product(place, kLinears, matrix, others_, rows, projected_.data(), false);
+        phase(place, kOther, rows, [&](int row) {
+            const float* y = &projected_[(size_t)row * out];
+            const float factor = norm_factor(y, out, eps);
+            for (int i = 0; i < out; i += kLanes)
+                store_bf16(to + (size_t)row * out + i, load<Floats>(y + i) * factor * load<Floats>(norm + i));
+        });
     });
 }
 

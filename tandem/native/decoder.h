@@ -42,7 +42,7 @@ struct Step {
     float* hidden;           // out: [rows, hidden]
     const int32_t* taps;     // layers, any order
     int32_t tap_count;
-    uint16_t* const* tapped; // out: per tap, bf16 [rows, hidden]
+    uint16_t* tapped;        // out: bf16 [rows, taps, hidden]
 };
 
 // Seconds that steps spent, by what they were spent on.
@@ -59,8 +59,8 @@ class Decoder {
     // hidden [rows, hidden] as forward left it -> logits [rows, vocab], and what `beside`, if not null, makes of the
     // normed rows.
     void logits(const float* hidden, int rows, float* to, const Matrix* beside = nullptr, float* beside_to = nullptr);
-    // A matrix that is none of the decoder's own, on its threads: x [rows, in] -> to [rows, out]
-    void linear(const Matrix& matrix, const float* x, int rows, float* to);
+    // RMSNorm(x matrix^T) of a matrix that is none of the decoder's own, on its threads: bf16 [rows, in] -> [rows, out]
+    void project(const Matrix& matrix, const float* norm, float eps, const uint16_t* x, int rows, uint16_t* to);
     // Every layer's keys and values of step.hidden, rows that are normed already, into the rows' slots: all of a DFlash
     // network that its context passes. Reads neither token ids nor tables.
     void write_context(const Step& step);
@@ -96,6 +96,7 @@ class Decoder {
     std::vector<uint16_t> q_;                // [rows, heads * dim]
     std::vector<float> entering_, leaving_;  // what is convolved: [rows, hidden]
     std::vector<float> kernels_;             // [rows, 2, taps, hidden / group]
+    std::vector<float> projected_;           // [rows, out]
     std::array<double, kParts> seconds_{};
     double phase_end_ = 0;
 };

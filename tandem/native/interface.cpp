@@ -29,8 +29,9 @@ void tandem_decoder_logits(void* decoder, const float* hidden, int32_t rows, flo
     static_cast<Decoder*>(decoder)->logits(hidden, rows, to);
 }
 
-void tandem_decoder_linear(void* decoder, const void* matrix, const float* x, int32_t rows, float* to) {
-    static_cast<Decoder*>(decoder)->linear(*static_cast<const Matrix*>(matrix), x, rows, to);
+void tandem_decoder_project(void* decoder, const void* matrix, const float* norm, float eps, const uint16_t* x, int32_t rows,
+                            uint16_t* to) {
+    static_cast<Decoder*>(decoder)->project(*static_cast<const Matrix*>(matrix), norm, eps, x, rows, to);
 }
 
 void* tandem_blocks(const Shape* shape, const LayerWeights* layers, const void* head, const Selector* selector,

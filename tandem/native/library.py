@@ -104,7 +104,7 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_free": (None, [_Pointer]),
         "decoder_forward": (None, [_Pointer, _Pointer]),
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
-        "decoder_linear": (None, [_Pointer, _Pointer, _Pointer, _Int, _Pointer]),
+        "decoder_project": (None, [_Pointer, _Pointer, _Pointer, ctypes.c_float, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
         "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
         "blocks_free": (None, [_Pointer]),
@@ -220,16 +220,17 @@ class Decoder:
         tables: StepTables,
         kv: Sequence[torch.Tensor],
         tap_layers: Sequence[int],
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots: [rows] int64. kv: per layer bf16 [blocks, block_tokens, 2, kv heads, head_dim].
 
-        Returns the residual stream in fp32 [rows, hidden] and, in bf16, after each layer of tap_layers.
+        Returns the residual stream in fp32 [rows, hidden] and, in bf16 [rows, tap_layers * hidden], after each layer of
+        tap_layers.
         """
         rows, hidden = len(token_ids), self.sizes.hidden
         out = torch.empty(rows, hidden)
-        tapped = [torch.empty(rows, hidden, dtype=torch.bfloat16) for _ in tap_layers]
+        tapped = torch.empty(rows, len(tap_layers) * hidden, dtype=torch.bfloat16)
         # Locals, so that they live as long as the call.
-        pools, layers, outputs = _addresses(kv), (_Int * len(tap_layers))(*tap_layers), _addresses(tapped)
+        pools, layers = _addresses(kv), (_Int * len(tap_layers))(*tap_layers)
         step = _Step(
             rows,
             token_ids.data_ptr(),
@@ -252,7 +253,7 @@ class Decoder:
             out.data_ptr(),
             ctypes.addressof(layers),
             len(tap_layers),
-            ctypes.addressof(outputs),
+            tapped.data_ptr(),
         )
         self._library.tandem_decoder_forward(self._handle, ctypes.byref(step))
         return out, tapped
@@ -263,10 +264,13 @@ class Decoder:
         self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
         return out
 
-    def linear(self, matrix: Matrix, x: torch.Tensor) -> torch.Tensor:
-        """x W^T on the decoder's threads. x: [rows, in] fp32, contiguous. Returns [rows, out] fp32."""
-        out = torch.empty(len(x), matrix.out)
-        self._library.tandem_decoder_linear(self._handle, matrix.handle, x.data_ptr(), len(x), out.data_ptr())
+    def project(self, matrix: Matrix, norm: torch.Tensor, eps: float, x: torch.Tensor) -> torch.Tensor:
+        """RMSNorm(x W^T) of a matrix that is none of the decoder's, on its threads. x: [rows, in] bf16, contiguous;
+        norm: [out] fp32. Returns [rows, out] bf16."""
+        out = torch.empty(len(x), matrix.out, dtype=torch.bfloat16)
+        self._library.tandem_decoder_project(
+            self._handle, matrix.handle, norm.data_ptr(), eps, x.data_ptr(), len(x), out.data_ptr()
+        )
         return out
 
     def seconds(self) -> dict[str, float]:

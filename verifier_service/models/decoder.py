@@ -92,7 +92,7 @@ class DecoderModel:
 
     def forward(
         self, batch: ForwardBatch, kv: list[torch.Tensor], tap_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See TargetModel."""
         eps = self.config.eps
         x = F.embedding(batch.token_ids, self._embedding)
@@ -107,7 +107,7 @@ class DecoderModel:
             x = layer.mlp.added_to(x, normed, real_rows, padding)
             if i in tap_layers:
                 taps[i] = x
-        return x, [taps[i] for i in tap_layers]
+        return x, torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else x[:, :0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""

@@ -50,7 +50,7 @@ class NativeDecoder:
 
     def forward(
         self, batch: ForwardBatch, kv: list[torch.Tensor], tap_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See TargetModel. The residual stream is fp32."""
         assert batch.tables
         return self._decoder.forward(batch.token_ids, batch.positions, batch.slots, batch.tables, kv, tap_layers)
@@ -59,11 +59,12 @@ class NativeDecoder:
         """See TargetModel. Logits are fp32."""
         return self._decoder.logits(hidden)
 
-    def linear(self, weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A layer that is none of the target's, on its threads: [rows, in] to [rows, out], in x's dtype. weight: bf16
-        [out, in]. Calls must not overlap with the target's."""
-        matrix = Matrix(load(), "bf16", weight)
-        return lambda x: self._decoder.linear(matrix, x.float().contiguous()).to(x.dtype)
+    def projection(
+        self, weight: torch.Tensor, norm: torch.Tensor, eps: float
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See features.projection; weight and norm are bf16. Calls must not overlap with the target's."""
+        matrix, scale = Matrix(load(), "bf16", weight), norm.float()
+        return lambda taps: self._decoder.project(matrix, scale, eps, taps.contiguous())
 
     def seconds(self) -> dict[str, float]:
         """Since the start, by what they were spent on: linears, attention, other, head."""

@@ -66,11 +66,12 @@ class TargetModel(Protocol):
 
     def forward(
         self, batch: ForwardBatch, kv: list[torch.Tensor], tap_layers: tuple[int, ...]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers over the rows; writes their keys and values into kv (one pool per layer).
 
         Returns the residual stream [rows, hidden] after the last layer, before the final norm, and the taps: the
-        residual stream after each layer of tap_layers, in that order. The same on every rank.
+        residual stream after each layer of tap_layers, side by side in that order, [rows, taps * hidden]. The same on
+        every rank.
         """
         ...
 

@@ -26,8 +26,12 @@ class _Drafted:
 
     sequences: list[Sequence]
     paths: Paths
-    expected_tokens: float
-    """Of the whole step."""
+    asked: np.ndarray
+    """[drafts] int: nodes that were asked for."""
+    auto: np.ndarray
+    """[drafts] bool: of sequences in auto mode."""
+    expected_tokens: float | None = None
+    """Of the whole step; None if no draft proposes anything."""
 
 
 @dataclass(frozen=True)
@@ -104,25 +108,31 @@ class SpeculationPlanner:
         paths = Paths.of(drafts, [_samples(s) for s in sequences])
         auto = np.array([s.request.speculation_mode is SpeculationMode.AUTO for s in sequences])
         asked = np.array([s.pending.max_nodes for s in sequences if s.pending])
-        self._controller.observe_drafts(paths, asked, auto)
+        self._drafted = _Drafted(sequences, paths, asked, auto)
         if not paths.lengths.any():
             return nodes
-        gains = self._controller.calibration.gains(paths.probabilities, paths.cells)
-        tokens = len(stepping) + float(gains[~auto].sum())
+        tokens = float(len(stepping))
+        if not auto.all():
+            gains = self._controller.calibration.gains(paths.probabilities, paths.cells)
+            tokens += float(gains[~auto].sum())
         if auto.any():
-            mine = paths.only(auto)
+            mine = paths if auto.all() else paths.only(auto)
             rows = len(stepping) + prompt_rows + int(paths.lengths[~auto].sum())
             context = float(sum(s.committed for s in stepping))
             choice = self._controller.budget(mine, tokens, rows, len(stepping), context)
             tokens = float(choice.tokens[0])
             nodes |= zip((s for s, a in zip(sequences, auto, strict=True) if a), choice.nodes[0].tolist(), strict=True)
-        self._drafted = _Drafted(sequences, paths, tokens)
+        self._drafted = _Drafted(sequences, paths, asked, auto, tokens)
         return nodes
 
     def observe(self, segments: list[Segment], verdicts: list[Verdict], seconds: float, cycle_seconds: float) -> None:
         """A step took so long, from planning to handing its tokens out, and so long since the step before it ended."""
-        drafted, self._drafted = self._drafted, None
+        seen, self._drafted = self._drafted, None
         cycle, self._cycle = self._cycle, self._next_cycle
+        if seen:
+            # Not in budget(): there the step waits.
+            self._controller.observe_drafts(seen.paths, seen.asked, seen.auto)
+        drafted = seen if seen and seen.expected_tokens is not None else None
         if drafted:
             self._calibrate(drafted, segments, verdicts)
         if any(len(s.token_ids) > 1 for s in segments):
@@ -141,7 +151,8 @@ class SpeculationPlanner:
             self._controller.observe_cycle(
                 len(segments), cycle.decoding, context, emitted, cycle_seconds, cycle.drafted or drafted is not None
             )
-        self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
+        expected = drafted.expected_tokens if drafted and drafted.expected_tokens is not None else emitted
+        self._metrics.count_prediction(predicted, seconds, expected, emitted)
         for segment in auto if drafted else ():
             self._metrics.chosen_nodes.observe(segment.nodes)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.fakes.random_targets import random_architecture
 from tests.unit.native.runners import native_target
@@ -84,12 +85,15 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Callable[[str], Path]) 
     assert torch.equal(rows[0], rows[2])
 
 
-def test_a_layer_beside_the_target_is_the_product_whatever_rows_share_it(folder_of: Callable[[str], Path]) -> None:
-    """Products of bf16 values are exact in fp32: only the sum over 96 columns rounds."""
+def test_a_projection_beside_the_target_is_the_normed_product_whatever_rows_share_it(
+    folder_of: Callable[[str], Path],
+) -> None:
+    """Products of bf16 values are exact in fp32: only sums and the result round."""
     weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     x = torch.randn(21, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    linear = native_target(folder_of("qwen3"), 2).model.linear(weight)
-    together = linear(x.float())
-    torch.testing.assert_close(together, (x.double() @ weight.double().T).float(), rtol=1e-4, atol=1e-4)
-    assert torch.equal(together, torch.cat([linear(row[None].float()) for row in x]))
-    assert torch.equal(linear(x), together.to(torch.bfloat16))
+    norm = torch.rand(48, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    project = native_target(folder_of("qwen3"), 2).model.projection(weight, norm, 1e-5)
+    together = project(x)
+    oracle = F.rms_norm(x.double() @ weight.double().T, (48,), norm.double(), 1e-5)
+    torch.testing.assert_close(together.double(), oracle, rtol=2**-8, atol=1e-6)
+    assert torch.equal(together, torch.cat([project(row[None]) for row in x]))

@@ -36,7 +36,7 @@ def steps(model: TargetModel, vocab: int) -> Iterator[list[torch.Tensor]]:
         with torch.inference_mode():
             computed = executor.forward(segments, TAPS)
             logits = executor.logits(computed.hidden, list(range(rows)))
-        parts = [logits[:rows], *(tap[:rows] for tap in computed.taps), executor.kv[:, 1:18].flatten(0, 2).flatten(1)]
+        parts = [logits[:rows], computed.taps[:rows], executor.kv[:, 1:18].flatten(0, 2).flatten(1)]
         yield [part.float() for part in parts]
 
 

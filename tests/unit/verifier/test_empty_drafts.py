@@ -13,6 +13,7 @@ from verifier_service.sequence import PendingDraft, Sequence, SequenceRequest
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.speculation.costs import StepCosts, StepCurve
 from verifier_service.speculation.planner import SpeculationPlanner
+from verifier_service.step import Segment, Verdict
 
 
 def test_they_count_as_drafts_that_add_nothing() -> None:
@@ -36,6 +37,9 @@ def test_they_count_as_drafts_that_add_nothing() -> None:
             sequence.pending = None
             planner.observe_wait([PendingDraft(1, 8, DraftShape.TREE, 0.0, True, draft)], 0.001)
             planner.orders([sequence], [sequence])
+            accepted = len(draft.tokens)
+            verdict = Verdict(list(range(1 + accepted)), [*draft.tokens, 5], [])
+            planner.observe([Segment(sequence, 1, [2], draft or None, True, [0])], [verdict], 0.021, 0.022)
         return planner.present().expected_tokens
 
     assert expected_after(Draft.block([1, 2, 3, 4], [-0.05] * 4)) > 2.5
