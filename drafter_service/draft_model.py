@@ -41,8 +41,8 @@ class BlockRequest(Generic[KV]):
     base: int
     anchor: int
     nodes: int
-    """Nodes wanted, at least 1. A chain has at most block_size - 1. The block has all its slots whatever this is, as
-    in training."""
+    """Nodes wanted, at least 1. A chain has at most block_size - 1. Torch runs the block with all its slots whatever
+    this is, as in training; the CPU's own path with so many."""
     shape: DraftShape = DraftShape.BLOCK
 
 

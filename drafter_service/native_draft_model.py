@@ -41,6 +41,9 @@ def why_not_native(config: DraftConfig, dtype: torch.dtype) -> str | None:
 class NativeDraftModel:
     """A loaded draft model. Not thread-safe.
 
+    A block has no more masks than nodes are wanted: blocks may be run shorter than trained, and what a draft costs
+    here goes with its rows.
+
     The residual stream, norms, softmax and all sums are fp32. Keys, values and what goes into a bf16 product are
     rounded to bf16, what goes into an 8-bit product to 8 bits per group of 32. A block's bits do not depend on the
     blocks beside it or on the number of threads.
@@ -63,7 +66,6 @@ class NativeDraftModel:
             _selector(weights.selector) if weights.selector else None,
             weights.norm.float(),
             weights.embedding.contiguous(),
-            config.block_size,
             config.mask_token_id,
             threads,
         )
@@ -91,8 +93,10 @@ class NativeDraftModel:
         self._cover(max(ends))
         for context, end in zip(contexts, ends, strict=True):
             context.kv.reserve(end)
-        rows = [Rows(c.kv.reserve(0), c.start, len(c.features)) for c in contexts]
-        self._blocks.write(rows, torch.cat([c.features for c in contexts]).float())
+        features = [c.features.to(torch.bfloat16).contiguous() for c in contexts]
+        self._blocks.write(
+            [Rows(c.kv.reserve(0), c.start, len(f), features=f) for c, f in zip(contexts, features, strict=True)]
+        )
 
     def draft(self, requests: Sequence[BlockRequest[ContextKV]]) -> list[Draft]:
         """One forward over the blocks of all requests, which are of different sequences: the chain of the most probable
@@ -148,7 +152,7 @@ def _sizes(config: DraftConfig) -> Sizes:
         config.head_dim,
         config.draft_vocab_size or config.vocab_size,
         config.rms_norm_eps,
-        *((convs.conv_kernel_size, convs.conv_group_size, config.block_size) if convs else ()),
+        *((convs.conv_kernel_size, convs.conv_group_size) if convs else ()),
     )
 
 

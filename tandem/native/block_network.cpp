@@ -10,13 +10,12 @@
 namespace tandem {
 
 BlockNetwork::BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head,
-                           const Selector& selector, const float* norm, const uint16_t* embedding, int size,
-                           int mask_token, int threads)
+                           const Selector& selector, const float* norm, const uint16_t* embedding, int mask_token,
+                           int threads)
     : shape_(shape),
       decoder_(shape, layers, nullptr, head, norm, nullptr, threads),
       selector_(selector),
       embedding_(embedding),
-      size_(size),
       mask_token_(mask_token) {}
 
 void BlockNetwork::place(const Context* contexts, int count) {
@@ -34,44 +33,56 @@ void BlockNetwork::add_row(int context, int64_t position) {
     pool_of_.push_back(context);
 }
 
-void BlockNetwork::write(const Context* contexts, int count, float* features) {
+void BlockNetwork::write(const Context* contexts, int count) {
     place(contexts, count);
-    for (int i = 0; i < count; i++)
+    hidden_.clear();
+    for (int i = 0; i < count; i++) {
+        const size_t values = (size_t)contexts[i].rows * shape_.hidden, first = hidden_.size();
+        hidden_.resize(first + values);
+        for (size_t at = 0; at < values; at += kLanes) store(&hidden_[first + at], load_bf16(contexts[i].features + at));
         for (int row = 0; row < contexts[i].rows; row++) add_row(i, contexts[i].start + row);
+    }
     const int64_t* positions = positions_.data();
     decoder_.write_context({(int32_t)positions_.size(), nullptr, positions, positions, {}, kv_.data(), count,
-                            pool_of_.data(), features, nullptr, 0, nullptr});
+                            pool_of_.data(), hidden_.data(), nullptr, nullptr, 0, nullptr});
 }
 
 void BlockNetwork::draft(const Context* contexts, int count, const Best& best, float* logits) {
-    const int hidden = shape_.hidden, rows = count * size_;
+    const int hidden = shape_.hidden;
     place(contexts, count);
-    first_rows_.resize(count + 1);
-    prefixes_.resize(rows);
+    first_rows_.assign(1, 0);
+    prefixes_.clear();
+    places_.clear();
+    for (int c = 0; c < count; c++) {
+        const Context& context = contexts[c];
+        for (int slot = 0; slot <= context.rows; slot++) {
+            add_row(c, context.start + slot);
+            // Keys are written before any row attends, so what a row sees is a prefix: context and block.
+            prefixes_.push_back((int32_t)context.start + 1 + context.rows);
+            places_.push_back(slot);
+        }
+        first_rows_.push_back((int32_t)places_.size());
+    }
+    const int rows = (int)places_.size();
     hidden_.resize((size_t)rows * hidden);
     for (int row = 0; row < rows; row++) {
-        const Context& context = contexts[row / size_];
-        add_row(row / size_, context.start + row % size_);
-        // Keys are written before any row attends, so what a row sees is a prefix: context and block.
-        prefixes_[row] = (int32_t)context.start + size_;
-        const int token = row % size_ ? mask_token_ : context.anchor;
+        const int token = places_[row] ? mask_token_ : contexts[pool_of_[row]].anchor;
         for (int i = 0; i < hidden; i += kLanes)
             store(&hidden_[(size_t)row * hidden + i], load_bf16(embedding_ + (size_t)token * hidden + i));
     }
-    for (int i = 0; i <= count; i++) first_rows_[i] = i * size_;
     // Slots are positions: each sequence has one block, which does not end.
     block_tables_.assign(count, 0);
     Tables tables{first_rows_.data(), prefixes_.data(), nullptr, nullptr, block_tables_.data(),
                   count, 0, 1, std::numeric_limits<int32_t>::max()};
     decoder_.forward({rows, nullptr, positions_.data(), positions_.data(), tables, kv_.data(), count, pool_of_.data(),
-                      hidden_.data(), nullptr, 0, nullptr});
+                      hidden_.data(), places_.data(), nullptr, 0, nullptr});
 
     int wanted = 0;
     wanted_.resize((size_t)rows * hidden);
     before_.clear();
     for (int i = 0; i < count; wanted += contexts[i].rows, i++) {
         for (int slot = 0; slot < contexts[i].rows; slot++) before_.push_back(slot ? -1 : contexts[i].anchor);
-        std::memcpy(&wanted_[(size_t)wanted * hidden], &hidden_[((size_t)i * size_ + 1) * hidden],
+        std::memcpy(&wanted_[(size_t)wanted * hidden], &hidden_[((size_t)first_rows_[i] + 1) * hidden],
                     (size_t)contexts[i].rows * hidden * sizeof(float));
     }
     if (!logits) {
@@ -130,7 +141,8 @@ void BlockNetwork::select(int row, int before, const Best& best) const {
             most = std::max(most, scores[k]);
         }
         for (int k = 0; k < count; k++) total += std::exp(scores[k] - most);
-        for (int k = 0; k < count; k++) scores[k] -= most + std::log(total);
+        const float log_total = most + std::log(total);
+        for (int k = 0; k < count; k++) scores[k] -= log_total;
     }
 }
 

@@ -14,6 +14,7 @@ struct Context {
     int64_t start;     // the first row's position
     int32_t rows;      // of features; of a block the slots wanted behind the anchor
     int32_t anchor;    // of a block: the token its first slot holds
+    const uint16_t* features;  // to write: bf16 [rows, hidden]
 };
 
 // What is wanted of each row's logits.
@@ -35,16 +36,17 @@ struct Selector {
 
 class BlockNetwork {
   public:
-    // As a Decoder's. selector: its projection is null if there is none. embedding: bf16 [vocabulary, hidden]; size:
-    // slots of a block, of which all but the first hold the mask token. A rope must be set before anything else.
+    // As a Decoder's. selector: its projection is null if there is none. embedding: bf16 [vocabulary, hidden]. A rope
+    // must be set before anything else.
     BlockNetwork(const Shape& shape, const LayerWeights* layers, const Matrix* head, const Selector& selector,
-                 const float* norm, const uint16_t* embedding, int size, int mask_token, int threads);
+                 const float* norm, const uint16_t* embedding, int mask_token, int threads);
 
     void set_rope(const float* rope) { decoder_.set_rope(rope); }
-    // Keys and values of features [rows of all contexts, hidden], contexts one after another.
-    void write(const Context* contexts, int count, float* features);
-    // One block behind each context, over its positions [start, start + size). The rows of best and logits are the
-    // wanted slots of all contexts, one after another; logits [rows, head], unless null.
+    // Keys and values of the contexts' features.
+    void write(const Context* contexts, int count);
+    // One block behind each context, over its positions [start, start + rows]: the anchor, then masks in the slots that
+    // are wanted. The rows of best and logits are those of all contexts, one after another; logits [rows, head], unless
+    // null.
     void draft(const Context* contexts, int count, const Best& best, float* logits);
 
   private:
@@ -57,10 +59,10 @@ class BlockNetwork {
     Decoder decoder_;
     Selector selector_;
     const uint16_t* embedding_;
-    int size_, mask_token_;
+    int mask_token_;
     std::vector<uint16_t*> kv_;  // [layers, contexts]
     std::vector<int64_t> positions_;
-    std::vector<int32_t> pool_of_, first_rows_, prefixes_, block_tables_;
+    std::vector<int32_t> pool_of_, first_rows_, prefixes_, places_, block_tables_;
     std::vector<int32_t> before_;  // of each wanted slot: the anchor if it is its block's first, or -1
     std::vector<float> hidden_, wanted_, logits_, projected_;
 };

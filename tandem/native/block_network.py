@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.native.library import LayerWeights, Matrix, Sizes, shape_and_layers
+from tandem.native.library import LayerWeights, Matrix, Sizes, address, shape_and_layers
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
 
 class _Context(ctypes.Structure):
     _fields_ = [("kv", _Pointer), ("capacity", _Long), ("start", _Long), ("rows", _Int), ("anchor", _Int)]
+    _fields_ += [("features", _Pointer)]
 
 
 class _Best(ctypes.Structure):
@@ -48,6 +49,8 @@ class Rows:
     """Features, or slots wanted behind the anchor."""
     anchor: int = 0
     """Of a block."""
+    features: torch.Tensor | None = None
+    """To write: bf16 [count, hidden], contiguous."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,12 @@ class BlockNetwork:
         selector: Selector | None,
         norm: torch.Tensor,
         embedding: torch.Tensor,
-        block: int,
         mask_token: int,
         threads: int,
     ):
         """sizes.vocab: the head's outputs. tokens: [head] int64, of its outputs, if they are not the tokens. norm:
-        [hidden] fp32. embedding: [vocabulary, hidden] bf16. block: slots of a block, the anchor's included."""
+        [hidden] fp32. embedding: [vocabulary, hidden] bf16."""
         assert embedding.dtype == torch.bfloat16
-        self.block = block
         self.head = sizes.vocab
         """Its outputs."""
         self._library = library
@@ -98,7 +99,6 @@ class BlockNetwork:
             ctypes.byref(_selector(selector, tokens)),
             norm.data_ptr(),
             embedding.data_ptr(),
-            block,
             mask_token,
             threads,
         )
@@ -113,13 +113,12 @@ class BlockNetwork:
         self._rope = rope
         self._library.tandem_blocks_set_rope(self._handle, rope.data_ptr())
 
-    def write(self, contexts: Sequence[Rows], features: torch.Tensor) -> None:
-        """features: [rows of all contexts, hidden] fp32."""
-        features = features.contiguous()
-        self._library.tandem_blocks_write(self._handle, self._contexts(contexts), len(contexts), features.data_ptr())
+    def write(self, contexts: Sequence[Rows]) -> None:
+        """Their features' keys and values."""
+        self._library.tandem_blocks_write(self._handle, self._contexts(contexts, 0), len(contexts))
 
     def draft(self, blocks: Sequence[Rows], k: int) -> Best:
-        """A block behind each context, which must have room for it."""
+        """A block behind each context, which must have room for it: the anchor and a mask per slot that is wanted."""
         return self._draft(blocks, k, None)
 
     def logits(self, blocks: Sequence[Rows]) -> torch.Tensor:
@@ -135,17 +134,17 @@ class BlockNetwork:
         scores_at = None if scores is None else scores.data_ptr()
         best = _Best(k, values.data_ptr(), columns.data_ptr(), totals.data_ptr(), scores_at)
         self._library.tandem_blocks_draft(
-            self._handle, self._contexts(blocks, self.block), len(blocks), ctypes.byref(best), logits
+            self._handle, self._contexts(blocks, 1), len(blocks), ctypes.byref(best), logits
         )
         return Best(columns, values - totals, scores)
 
-    def _contexts(self, rows: Sequence[Rows], block: int = 0) -> ctypes.Array[_Context]:
-        """block: room needed from `start` on, if more than the rows."""
+    def _contexts(self, rows: Sequence[Rows], anchors: int) -> ctypes.Array[_Context]:
+        """anchors: room needed beside the rows."""
         for r in rows:
-            end = r.start + max(block, r.count)
+            end = r.start + anchors + r.count
             assert end <= min(r.kv.shape[1], self.positions), (end, r.kv.shape[1], self.positions)
         return (_Context * len(rows))(
-            *(_Context(r.kv.data_ptr(), r.kv.shape[1], r.start, r.count, r.anchor) for r in rows)
+            *(_Context(r.kv.data_ptr(), r.kv.shape[1], r.start, r.count, r.anchor, address(r.features)) for r in rows)
         )
 
     def __del__(self) -> None:

@@ -115,7 +115,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     const int width = (shape_.heads + 2 * shape_.kv_heads) * dim;
     const bool convs = shape_.conv_taps > 0;
 
-    if (convs) convolve_input(place, w.attention_conv, rows);
+    if (convs) convolve_input(place, w.attention_conv, step);
     const Matrix* const qkv[3] = {w.q, w.k, w.v};
     const int qkv_pairs = w.q->pairs() + w.k->pairs() + w.v->pairs(), qkv_tasks = tasks_of(qkv_pairs);
     phase(place, kLinears, qkv_tasks, [&](int task) {
@@ -137,11 +137,11 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     });
     add_product(place, *w.o, attended_, step);
     phase(place, kOther, rows, [&](int row) {
-        if (convs) convolve_output(w.attention_conv, row, step.hidden);
+        if (convs) convolve_output(w.attention_conv, row, step);
         normalise(step.hidden, w.post_norm, row, kept(row));
     });
 
-    if (convs) convolve_input(place, w.mlp_conv, rows);
+    if (convs) convolve_input(place, w.mlp_conv, step);
     // Two blocks of gate and of up make 32 columns of the inner activations.
     const int pairs = shape_.inner / kGroup;
     phase(place, kLinears, pairs, [&](int pair) {
@@ -160,7 +160,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     add_product(place, *w.down, inner_, step);
     const bool last = index + 1 == shape_.layers;
     phase(place, kOther, rows, [&](int row) {
-        if (convs) convolve_output(w.mlp_conv, row, step.hidden);
+        if (convs) convolve_output(w.mlp_conv, row, step);
         const float* x = step.hidden + (size_t)row * hidden;
         for (int t = 0; t < step.tap_count; t++)
             if (step.taps[t] == index)
@@ -177,28 +177,29 @@ void Decoder::add_product(Team::Place& place, const Matrix& m, const Activations
 }
 
 // The normed rows, in entering_ too, become what enters the sublayer.
-void Decoder::convolve_input(Team::Place& place, const Conv& conv, int rows) {
-    product(place, kLinears, *conv.kernels, normed_, rows, kernels_.data(), false);
-    phase(place, kOther, rows, [&](int row) {
+void Decoder::convolve_input(Team::Place& place, const Conv& conv, const Step& step) {
+    product(place, kLinears, *conv.kernels, normed_, step.rows, kernels_.data(), false);
+    phase(place, kOther, step.rows, [&](int row) {
         thread_local std::vector<float> buffer;
         grow(buffer, shape_.hidden);
-        for (int i = 0; i < shape_.hidden; i += kLanes) store(&buffer[i], convolved(conv, 0, entering_.data(), row, i));
+        for (int i = 0; i < shape_.hidden; i += kLanes)
+            store(&buffer[i], convolved(conv, 0, entering_.data(), row, step.places[row], i));
         normed_.set(row, 0, shape_.hidden, buffer.data());
     });
 }
 
-void Decoder::convolve_output(const Conv& conv, int row, float* hidden) const {
-    float* to = hidden + (size_t)row * shape_.hidden;
+void Decoder::convolve_output(const Conv& conv, int row, const Step& step) const {
+    float* to = step.hidden + (size_t)row * shape_.hidden;
     for (int i = 0; i < shape_.hidden; i += kLanes)
-        store(to + i, load<Floats>(to + i) + convolved(conv, 1, leaving_.data(), row, i));
+        store(to + i, load<Floats>(to + i) + convolved(conv, 1, leaving_.data(), row, step.places[row], i));
 }
 
 // Sixteen channels, which are of one group.
-Floats Decoder::convolved(const Conv& conv, int side, const float* x, int row, int channel) const {
-    const int hidden = shape_.hidden, groups = hidden / shape_.conv_group, slot = row % shape_.conv_slots;
+Floats Decoder::convolved(const Conv& conv, int side, const float* x, int row, int place, int channel) const {
+    const int hidden = shape_.hidden, groups = hidden / shape_.conv_group;
     const float* kernels = &kernels_[(size_t)row * conv.kernels->out()];
     Floats y = {};
-    for (int tap = 0; tap < shape_.conv_taps && tap <= slot; tap++) {
+    for (int tap = 0; tap < shape_.conv_taps && tap <= place; tap++) {
         const int of = side * shape_.conv_taps + tap;
         Floats weight = load<Floats>(conv.base + (size_t)of * hidden + channel) +
                         all(kernels[of * groups + channel / shape_.conv_group]);

@@ -14,7 +14,7 @@ namespace tandem {
 struct Shape {
     int32_t layers, hidden, inner, heads, kv_heads, head_dim, vocab;
     float eps;
-    int32_t conv_taps, conv_group, conv_slots;  // taps: 0 without convolutions; slots: rows that lie behind each other
+    int32_t conv_taps, conv_group;  // taps: 0 without convolutions
 };
 
 // DFlash2's causal convolutions along a block's slots: side 0 of what enters a sublayer, side 1 of what leaves it. A
@@ -40,6 +40,7 @@ struct Step {
     int32_t pools;
     const int32_t* pool_of;  // per row, the same in a sequence; null where there is one pool
     float* hidden;           // out: [rows, hidden]
+    const int32_t* places;   // per row, its place in its block; null where nothing is convolved
     const int32_t* taps;     // layers, any order
     int32_t tap_count;
     uint16_t* tapped;        // out: bf16 [rows, taps, hidden]
@@ -76,9 +77,9 @@ class Decoder {
     void layer(Team::Place& place, int index, const Step& step);
     void normalise(const float* x, const float* weight, int row, float* kept = nullptr);
     void add_product(Team::Place& place, const Matrix& m, const Activations& x, const Step& step);
-    void convolve_input(Team::Place& place, const Conv& conv, int rows);
-    void convolve_output(const Conv& conv, int row, float* hidden) const;
-    Floats convolved(const Conv& conv, int side, const float* x, int row, int channel) const;
+    void convolve_input(Team::Place& place, const Conv& conv, const Step& step);
+    void convolve_output(const Conv& conv, int row, const Step& step) const;
+    Floats convolved(const Conv& conv, int side, const float* x, int row, int place, int channel) const;
     float* kept(int row) { return shape_.conv_taps ? &entering_[(size_t)row * shape_.hidden] : nullptr; }
     void rotate(int row, int index, const Step& step);
     void turn(const float* from, const float* weight, int64_t position, uint16_t* to) const;

@@ -35,17 +35,17 @@ void tandem_decoder_project(void* decoder, const void* matrix, const float* norm
 }
 
 void* tandem_blocks(const Shape* shape, const LayerWeights* layers, const void* head, const Selector* selector,
-                    const float* norm, const uint16_t* embedding, int32_t size, int32_t mask_token, int32_t threads) {
-    return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), *selector, norm, embedding, size,
-                            mask_token, threads);
+                    const float* norm, const uint16_t* embedding, int32_t mask_token, int32_t threads) {
+    return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), *selector, norm, embedding, mask_token,
+                            threads);
 }
 
 void tandem_blocks_free(void* network) { delete static_cast<BlockNetwork*>(network); }
 
 void tandem_blocks_set_rope(void* network, const float* rope) { static_cast<BlockNetwork*>(network)->set_rope(rope); }
 
-void tandem_blocks_write(void* network, const Context* contexts, int32_t count, float* features) {
-    static_cast<BlockNetwork*>(network)->write(contexts, count, features);
+void tandem_blocks_write(void* network, const Context* contexts, int32_t count) {
+    static_cast<BlockNetwork*>(network)->write(contexts, count);
 }
 
 void tandem_blocks_draft(void* network, const Context* contexts, int32_t count, const Best* best, float* logits) {

@@ -28,7 +28,7 @@ _Pointer, _Int = ctypes.c_void_p, ctypes.c_int32
 class _Shape(ctypes.Structure):
     _fields_ = [(n, _Int) for n in ("layers", "hidden", "inner", "heads", "kv_heads", "head_dim", "vocab")]
     _fields_ += [("eps", ctypes.c_float)]
-    _fields_ += [(n, _Int) for n in ("conv_taps", "conv_group", "conv_slots")]
+    _fields_ += [(n, _Int) for n in ("conv_taps", "conv_group")]
 
 
 class _Layer(ctypes.Structure):
@@ -45,7 +45,7 @@ class _Tables(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = [("rows", _Int), ("token_ids", _Pointer), ("positions", _Pointer), ("slots", _Pointer)]
     _fields_ += [("tables", _Tables), ("kv", _Pointer), ("pools", _Int), ("pool_of", _Pointer), ("hidden", _Pointer)]
-    _fields_ += [("taps", _Pointer), ("tap_count", _Int), ("tapped", _Pointer)]
+    _fields_ += [("places", _Pointer), ("taps", _Pointer), ("tap_count", _Int), ("tapped", _Pointer)]
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,6 @@ class Sizes:
     """Of DFlash2's convolutions, 0 without them."""
     conv_group: int = 0
     """Channels that share a dynamic weight."""
-    conv_slots: int = 0
-    """Of a block: rows that convolve together."""
 
     def misfit(self, head: str) -> str | None:
         """The size that matrices cannot have here; None if all fit. head: what `vocab` is called."""
@@ -106,10 +104,10 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
         "decoder_project": (None, [_Pointer, _Pointer, _Pointer, ctypes.c_float, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
-        "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int, _Int]),
+        "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]),
         "blocks_free": (None, [_Pointer]),
         "blocks_set_rope": (None, [_Pointer, _Pointer]),
-        "blocks_write": (None, [_Pointer, _Pointer, _Int, _Pointer]),
+        "blocks_write": (None, [_Pointer, _Pointer, _Int]),
         "blocks_draft": (None, [_Pointer, _Pointer, _Int, _Pointer, _Pointer]),
     }
     for name, (result, arguments) in signatures.items():
@@ -251,6 +249,7 @@ class Decoder:
             1,
             None,
             out.data_ptr(),
+            None,
             ctypes.addressof(layers),
             len(tap_layers),
             tapped.data_ptr(),
@@ -286,10 +285,11 @@ class Decoder:
 
 def shape_and_layers(sizes: Sizes, layers: Sequence[LayerWeights]) -> tuple[ctypes.Structure, ctypes.Array[_Layer]]:
     """As C++ takes them; what they point at is not kept."""
-    return _Shape(**vars(sizes)), (_Layer * len(layers))(*(_Layer(*map(_address, vars(w).values())) for w in layers))
+    return _Shape(**vars(sizes)), (_Layer * len(layers))(*(_Layer(*map(address, vars(w).values())) for w in layers))
 
 
-def _address(part: Matrix | torch.Tensor | None) -> int | None:
+def address(part: Matrix | torch.Tensor | None) -> int | None:
+    """As C++ takes it."""
     if part is None:
         return None
     return part.handle if isinstance(part, Matrix) else part.data_ptr()

@@ -30,10 +30,11 @@ def choose(gains: np.ndarray, tokens: float, seconds: np.ndarray, waited: float,
     per second of the whole cycle) decides; where no choice reaches plain decoding's, time is worth what it earns there.
     """
     groups, sequences, nodes = gains.shape
+    at = np.arange(groups)
     keys = np.minimum.accumulate(gains, axis=2).reshape(groups, -1)
     order = np.argsort(-keys, axis=1, kind="stable")
     sums = np.zeros((groups, 1 + sequences * nodes))
-    np.cumsum(np.take_along_axis(gains.reshape(groups, -1), order, axis=1), axis=1, out=sums[:, 1:])
+    np.cumsum(gains.reshape(groups, -1)[at[:, None], order], axis=1, out=sums[:, 1:])
     emitted = tokens + sums
     cycle = waited + seconds
     rate = np.maximum((emitted / cycle).max(axis=1), plain_rate)
@@ -41,5 +42,4 @@ def choose(gains: np.ndarray, tokens: float, seconds: np.ndarray, waited: float,
     chosen = np.zeros((groups, sequences), dtype=int)
     for group, count in enumerate(best):
         chosen[group] = np.bincount(order[group, :count] // max(1, nodes), minlength=sequences)
-    at = np.arange(groups)
     return Choice(chosen, emitted[at, best], seconds[best])

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def model_of(folders: tuple[Path, Path]) -> Callable[[bool], NativeDraftModel]:
     return cache(lambda int8: native(folders, int8))
 
 
+def oracles(folders: tuple[Path, Path]) -> Callable[[int], DraftModel]:
+    """The torch network in fp32 by how many masks its blocks have."""
+
+    @cache
+    def of(masks: int) -> DraftModel:
+        network = DraftNetwork.load(*folders, torch.float32, CPU)
+        network.config = replace(network.config, block_size=1 + masks)
+        return DraftModel(network)
+
+    return of
+
+
 def features(positions: int, seed: int) -> torch.Tensor:
     return torch.randn(positions, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
@@ -83,6 +96,19 @@ def test_logits_are_close_to_fp32_arithmetic(
         ours = model.block_logits([request(model, base, piece=piece)])
         theirs = oracle.block_logits([request(oracle, base)])
         assert (ours - theirs).norm() < bound * theirs.norm()
+
+
+def test_a_block_has_as_many_masks_as_nodes_are_wanted(
+    model_of: Callable[[bool], NativeDraftModel], folders: tuple[Path, Path]
+) -> None:
+    """So its logits are those of a network with blocks of that length, not those of a longer block's first slots."""
+    model, oracle_of = model_of(False), oracles(folders)
+    for nodes in (1, 2, 5, 6):
+        ours = model.block_logits([request(model, 40, nodes)])
+        theirs, longer = (oracle_of(n).block_logits([request(oracle_of(7), 40, nodes)]) for n in (nodes, 7))
+        assert ours.shape == theirs.shape
+        assert (ours - theirs).norm() < 0.01 * theirs.norm()
+        assert (ours - longer).norm() > 0.02 * longer.norm()
 
 
 @FORMS
@@ -126,10 +152,13 @@ def test_what_the_selector_chooses_is_what_the_torch_network_chooses(
     """Blocks and trees behind contexts of many lengths, in one forward: the same tokens with log-probabilities as near
     as the arithmetic allows, in most places; where near-ties go the other way the drafts part. Measured: 98 % of the
     nodes in bf16, 65 % in int8, where these random weights leave all tokens close to each other."""
-    model, oracle = model_of(int8), DraftModel.load(*folders, torch.float32, CPU)
+    model, oracle_of = model_of(int8), oracles(folders)
     wanted = [(7, DraftShape.BLOCK), (3, DraftShape.BLOCK), (20, DraftShape.TREE), (1, DraftShape.TREE)] * 10
     ours = model.draft([request(model, 5 + i, nodes, shape) for i, (nodes, shape) in enumerate(wanted)])
-    theirs = oracle.draft([request(oracle, 5 + i, nodes, shape) for i, (nodes, shape) in enumerate(wanted)])
+    theirs = [
+        oracle_of(min(nodes, 7)).draft([request(oracle_of(7), 5 + i, nodes, shape)])[0]
+        for i, (nodes, shape) in enumerate(wanted)
+    ]
     firsts = alike = nodes = 0
     errors = []
     for mine, other in zip(ours, theirs, strict=True):
@@ -139,7 +168,7 @@ def test_what_the_selector_chooses_is_what_the_torch_network_chooses(
         both = paths[0].keys() & paths[1].keys()
         alike, nodes = alike + len(both), nodes + len(mine)
         errors += [abs(paths[0][path] - paths[1][path]) for path in both]
-    assert firsts >= (30 if int8 else 40), firsts
+    assert firsts >= (30 if int8 else 38), firsts
     assert alike > (0.55 if int8 else 0.95) * nodes, alike / nodes
     assert sum(errors) < (0.2 if int8 else 0.02) * len(errors), sum(errors) / len(errors)
 
