@@ -177,7 +177,7 @@ class SpeculationController:
                 self._probe_left = PROBE_STEPS
                 if self._probe.reason is Reason.PROBING_DRAFTS:
                     self._probe_began = self._busy, self._steps
-        if not self._informed:
+        if not self.informed:
             # Plain steps among them, which all gains are compared with.
             plain = self._steps % 3 == 2
             order = Order(Asked.NONE if plain else Asked.ALL, 0 if plain else self.outlook.nodes, Reason.LEARNING)
@@ -236,7 +236,7 @@ class SpeculationController:
         if self.order.asked is Asked.ONE:
             # Asked for to learn from, and paid for as a whole.
             return _whole(gains, paths.lengths, tokens, seconds)
-        if not self._informed:
+        if not self.informed:
             choice = choose(gains, tokens, seconds, 0.0, 0.0)
             least = np.maximum(choice.nodes[0], np.minimum(_LEARN_NODES, paths.lengths))
             return _whole(gains, least, tokens, seconds)
@@ -266,7 +266,7 @@ class SpeculationController:
         """A plain step that nobody looked at took so long."""
         self._count(seconds, plain=True)
         self._until_review -= 1
-        if self._informed:
+        if self.informed:
             self._account.pass_time(1.0, sequences)
 
     def observe_cycle(
@@ -275,7 +275,7 @@ class SpeculationController:
         """From the end of one step to the end of the next, one of `sequences` sequences and without prefill, it took so
         long, whatever was done in it. decoding: sequences that a plain step would have had; drafted: whether drafts
         were asked for or drafters sent what they need."""
-        if not self._informed:
+        if not self.informed:
             return
         plain = self.steps.predict(decoding, decoding, context_tokens / sequences * decoding)
         self._account.pass_time(seconds / plain, decoding)
@@ -305,7 +305,7 @@ class SpeculationController:
             self._plain_seen = self._busy, self._steps
 
     @property
-    def _informed(self) -> bool:
+    def informed(self) -> bool:
         """Whether there is enough to decide against drafts."""
         return self.drafts.known and all(self._memories[s].count >= _LEARN_DRAFTS for s in self._sorts)
 
@@ -328,9 +328,9 @@ class SpeculationController:
             return
         before = self.speculating, self.outlook.nodes, self._reviewed_for
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
-        if self._informed:
+        if self.informed:
             self._turn(self._account.open and self.outlook.gain > (_TURN_OFF if self.speculating else _TURN_ON))
-        if not self._informed:
+        if not self.informed:
             self._review_every = _REVIEW_PAUSE
         elif before == (self.speculating, self.outlook.nodes, bucket):
             self._review_every = min(2 * self._review_every, _MOST_REVIEW_STEPS)
@@ -384,7 +384,7 @@ class SpeculationController:
 
     def _due_probe(self, load: DecodeLoad) -> Order | None:
         """A few steps the other way, where they may cost what PROBE_SHARE of the time since the last allows."""
-        if not self._informed or not self._account.open:
+        if not self.informed or not self._account.open:
             return None
         look = self.outlook
         seen, steps = self._plain_seen if self.speculating else self._drafts_seen

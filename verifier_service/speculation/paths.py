@@ -47,6 +47,22 @@ class Paths:
         cells = np.minimum(depths, MAX_DEPTH) * _BINS + bins + draws[:, None] * _DEPTH_CELLS
         return cls(probabilities, cells, lengths, draws)
 
+    @classmethod
+    def joined(cls, parts: Sequence["Paths"]) -> "Paths":
+        """One after another."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = np.concatenate([part.lengths for part in parts])
+        shape = len(lengths), int(lengths.max(initial=0))
+        probabilities, cells = np.zeros(shape), np.zeros(shape, dtype=int)
+        first = 0
+        for part in parts:
+            count, width = part.cells.shape
+            probabilities[first : first + count, :width] = part.probabilities
+            cells[first : first + count, :width] = part.cells
+            first += count
+        return cls(probabilities, cells, lengths, np.concatenate([part.sampled for part in parts]))
+
     def only(self, chosen: np.ndarray) -> "Paths":
         """Of some of the drafts; chosen: [drafts] bool."""
         lengths = self.lengths[chosen]
@@ -120,7 +136,7 @@ class DraftMemory:
         self.count = 0
 
     def add(self, paths: Paths, asked: np.ndarray) -> None:
-        """Drafts (not more than SIZE), and how many nodes each was asked for."""
+        """Drafts, and how many nodes each was asked for."""
         count, width = paths.probabilities.shape
         slots = (self.count + np.arange(count)) % self.SIZE
         self.count += count

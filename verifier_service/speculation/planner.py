@@ -17,6 +17,8 @@ from verifier_service.step import Segment, Verdict
 _REST_STEPS = 3
 """While nothing is drafted, so many of the same sequences' steps go by unseen between two: looking costs a small target
 more than one percent of its step."""
+_LOOK_BACK = 8
+"""Drafts that are learned from at once: a few at a time take as long as one."""
 _FIXED_SHAPES = {SpeculationMode.BLOCK: DraftShape.BLOCK, SpeculationMode.TREE: DraftShape.TREE}
 
 
@@ -32,6 +34,15 @@ class _Drafted:
     """[drafts] bool: of sequences in auto mode."""
     expected_tokens: float | None = None
     """Of the whole step; None if no draft proposes anything."""
+
+
+@dataclass(frozen=True)
+class _Learned:
+    """How drafts went."""
+
+    drafted: _Drafted
+    accepted: list[tuple[int, list[int]]]
+    """Of each: how many nodes were verified, and the indices of those that were accepted."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +65,7 @@ class SpeculationPlanner:
         self._drafting = drafting
         self._metrics = metrics
         self._drafted: _Drafted | None = None
+        self._unlearned: list[_Learned] = []
         self._cycle: _Cycle | None = None
         self._next_cycle: _Cycle | None = None
         """None where it is not the controller's to account for: nothing in auto mode, or others' drafts."""
@@ -130,11 +142,8 @@ class SpeculationPlanner:
         seen, self._drafted = self._drafted, None
         cycle, self._cycle = self._cycle, self._next_cycle
         if seen:
-            # Not in budget(): there the step waits.
-            self._controller.observe_drafts(seen.paths, seen.asked, seen.auto)
+            self._learn(seen, segments, verdicts)
         drafted = seen if seen and seen.expected_tokens is not None else None
-        if drafted:
-            self._calibrate(drafted, segments, verdicts)
         if any(len(s.token_ids) > 1 for s in segments):
             return
         auto = [s for s in segments if s.sequence.request.speculation_mode is SpeculationMode.AUTO]
@@ -164,6 +173,7 @@ class SpeculationPlanner:
     def drafter_changed(self) -> None:
         """A drafter came."""
         self._rest_left = 0
+        self._unlearned = []
         self._controller.drafter_changed()
 
     def present(self) -> Present:
@@ -219,25 +229,40 @@ class SpeculationPlanner:
         most = self._drafting.block_nodes if block else sequence.request.max_draft_nodes
         return min(most, sequence.request.max_draft_nodes)
 
-    def _calibrate(self, drafted: _Drafted, segments: list[Segment], verdicts: list[Verdict]) -> None:
-        """Compare what was accepted with what the drafts said, node by node."""
+    def _learn(self, drafted: _Drafted, segments: list[Segment], verdicts: list[Verdict]) -> None:
+        """What these drafts were worth, and what of them was accepted; later, if they are few."""
         found: Mapping[Sequence, tuple[Segment, Verdict]] = {
             s.sequence: (s, v) for s, v in zip(segments, verdicts, strict=True) if s.nodes
         }
-        verified = np.zeros(paths_shape := drafted.paths.cells.shape, dtype=bool)
-        accepted = np.zeros(paths_shape, dtype=bool)
-        for row, sequence in enumerate(drafted.sequences):
-            if sequence not in found:
-                continue
-            segment, verdict = found[sequence]
-            verified[row, : segment.nodes] = True
-            for index in verdict.accepted_rows[len(segment.token_ids) :]:
-                accepted[row, index - len(segment.token_ids)] = True
+        accepted = []
+        for sequence in drafted.sequences:
+            segment, verdict = found.get(sequence, (None, None))
+            if segment and verdict:
+                tokens = len(segment.token_ids)
+                accepted.append((segment.nodes, [row - tokens for row in verdict.accepted_rows[tokens:]]))
+            else:
+                accepted.append((0, []))
+        self._unlearned.append(_Learned(drafted, accepted))
+        if self._controller.informed and sum(len(u.accepted) for u in self._unlearned) < _LOOK_BACK:
+            return
+        unlearned, self._unlearned = self._unlearned, []
+        paths = Paths.joined([u.drafted.paths for u in unlearned])
+        asked, auto = (np.concatenate([getattr(u.drafted, name) for u in unlearned]) for name in ("asked", "auto"))
+        self._controller.observe_drafts(paths, asked, auto)
+        self._calibrate(paths, [of_one for u in unlearned for of_one in u.accepted])
+
+    def _calibrate(self, paths: Paths, outcomes: list[tuple[int, list[int]]]) -> None:
+        """Compare what was accepted with what the drafts said, node by node."""
+        verified, accepted = np.zeros((2, *paths.cells.shape), dtype=bool)
+        for row, (nodes, indices) in enumerate(outcomes):
+            verified[row, :nodes] = True
+            accepted[row, indices] = True
         if verified.any():
-            probabilities, cells = drafted.paths.probabilities[verified], drafted.paths.cells[verified]
-            sampled = sum(_samples(sequence) for sequence in found)
+            probabilities, cells = paths.probabilities[verified], paths.cells[verified]
+            used = verified.any(axis=1)
+            sampled = int((used & paths.sampled).sum())
             calibration = self._controller.calibration
-            calibration.observe(probabilities, cells, accepted[verified], len(found) - sampled, sampled)
+            calibration.observe(probabilities, cells, accepted[verified], int(used.sum()) - sampled, sampled)
             self._metrics.count_mass(mass_by_depth(probabilities, cells)[1:])
 
 
