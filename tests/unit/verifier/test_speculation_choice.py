@@ -115,6 +115,23 @@ def test_sampled_sequences_are_calibrated_apart_from_greedy_ones() -> None:
     assert calibration.deviation(True, False) != calibration.deviation(False, True)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_paths_joined_are_those_of_all_drafts_together(seed: int) -> None:
+    """Of drafts of unequal lengths, some without nodes."""
+    rng = random.Random(seed)
+    drafts = [random_draft(rng, rng.choice((0, 1, 3, 7))) for _ in range(9)]
+    sampled = [rng.random() < 0.5 for _ in drafts]
+    cuts = sorted(rng.sample(range(1, 9), 3))
+    spans = list(zip([0, *cuts], [*cuts, 9], strict=True))
+    joined = Paths.joined([Paths.of(drafts[a:b], sampled[a:b]) for a, b in spans])
+    together = Paths.of(drafts, sampled)
+    present = np.arange(together.cells.shape[1]) < together.lengths[:, None]
+    assert np.array_equal(joined.probabilities, together.probabilities)
+    assert np.array_equal(joined.cells[present], together.cells[present])
+    assert np.array_equal(joined.lengths, together.lengths)
+    assert np.array_equal(joined.sampled, together.sampled)
+
+
 def test_nodes_that_were_not_asked_for_are_extrapolated_and_those_that_do_not_exist_are_not() -> None:
     memory, calibration = DraftMemory(4), Calibration()
     short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])], [False])
