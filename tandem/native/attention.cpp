@@ -9,7 +9,7 @@ namespace tandem {
 
 namespace {
 
-constexpr int kTileQueries = 24;  // about so many queries share a load of the keys
+constexpr int kTileQueries = 24;    // about so many queries share a load of the keys
 constexpr int kTasksPerThread = 2;  // at least, where rows allow it: three kv heads on two threads leave one idle
 
 // A query row's part of a tile.
@@ -40,9 +40,9 @@ void AttentionPlan::make(const Tables& tables, int rows, const HeadShape& shape,
     starts_.clear();
     real_rows_ = std::min(rows, (int)tables.first_rows[tables.sequences]);
     const int most = std::max(1, kTileQueries / shape.group());
-    auto tiles_of = [&](int count, int most) { return (count + most - 1) / most; };
+    auto tiles_of = [&](int s) { return (tables.first_rows[s + 1] - tables.first_rows[s] + most - 1) / most; };
     int tiles = 0;
-    for (int s = 0; s < tables.sequences; s++) tiles += tiles_of(tables.first_rows[s + 1] - tables.first_rows[s], most);
+    for (int s = 0; s < tables.sequences; s++) tiles += tiles_of(s);
     const bool few = tiles * shape.kv_heads < kTasksPerThread * threads;
     std::vector<int32_t> tail;
     for (int s = 0; s < tables.sequences; s++) {
@@ -52,7 +52,7 @@ void AttentionPlan::make(const Tables& tables, int rows, const HeadShape& shape,
             tail_of(row, s, tail);
             longest = std::max(longest, tail.empty() ? (int)tables.prefixes[row] : tail.back() + 1);
         }
-        const int count = end - first, parts = few ? std::min(count, 2 * tiles_of(count, most)) : tiles_of(count, most);
+        const int count = end - first, parts = few ? std::min(count, 2 * tiles_of(s)) : tiles_of(s);
         for (int part = 0; part < parts; part++) {
             const int from = first + count * part / parts;
             tiles_.push_back({s, from, first + count * (part + 1) / parts - from});
@@ -100,8 +100,7 @@ void AttentionPlan::attend(int index, int kv_head, const uint16_t* q, const uint
     s.queries.resize((size_t)queries * dim);
     for (int i = 0; i < queries; i++) {
         const int row = tile.first_row + i / group, head = kv_head * group + i % group;
-        const uint16_t* from = q + row * row_size + (size_t)head * dim;
-        for (int d = 0; d < dim; d += kLanes) store(&s.queries[(size_t)i * dim + d], load_bf16(from + d));
+        widen(q + row * row_size + (size_t)head * dim, dim, &s.queries[(size_t)i * dim]);
     }
     float* const scores = s.scores.data();
     auto score_span = [&](int first, float* to) {

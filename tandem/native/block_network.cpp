@@ -39,7 +39,7 @@ void BlockNetwork::write(const Context* contexts, int count) {
     for (int i = 0; i < count; i++) {
         const size_t values = (size_t)contexts[i].rows * shape_.hidden, first = hidden_.size();
         hidden_.resize(first + values);
-        for (size_t at = 0; at < values; at += kLanes) store(&hidden_[first + at], load_bf16(contexts[i].features + at));
+        widen(contexts[i].features, values, hidden_.data() + first);
         for (int row = 0; row < contexts[i].rows; row++) add_row(i, contexts[i].start + row);
     }
     const int64_t* positions = positions_.data();
@@ -67,8 +67,7 @@ void BlockNetwork::draft(const Context* contexts, int count, const Best& best, f
     hidden_.resize((size_t)rows * hidden);
     for (int row = 0; row < rows; row++) {
         const int token = places_[row] ? mask_token_ : contexts[pool_of_[row]].anchor;
-        for (int i = 0; i < hidden; i += kLanes)
-            store(&hidden_[(size_t)row * hidden + i], load_bf16(embedding_ + (size_t)token * hidden + i));
+        widen(embedding_ + (size_t)token * hidden, hidden, &hidden_[(size_t)row * hidden]);
     }
     // Slots are positions: each sequence has one block, which does not end.
     block_tables_.assign(count, 0);

@@ -76,9 +76,8 @@ void Decoder::product(
     Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add) {
     const int tasks = tasks_of(m.pairs());
     phase(place, part, tasks, [&](int task) {
-        int first = 2 * (int)((int64_t)m.pairs() * task / tasks);
-        int end = std::min(2 * (int)((int64_t)m.pairs() * (task + 1) / tasks), m.blocks());
-        multiply(m, first, end - first, x, rows, to + (size_t)first * kBlock, m.out(), add);
+        int first = (int)((int64_t)m.pairs() * task / tasks), end = (int)((int64_t)m.pairs() * (task + 1) / tasks);
+        multiply(m, first, end, x, rows, to + (size_t)first * 2 * kBlock, m.out(), add);
     });
 }
 
@@ -123,9 +122,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         int start = 0, column = 0;
         for (const Matrix* m : qkv) {
             const int from = std::max(begin - start, 0), to = std::min(end - start, m->pairs());
-            if (from < to)
-                multiply(*m, 2 * from, std::min(2 * to, m->blocks()) - 2 * from, normed_, rows,
-                         &qkv_[column + 2 * from * kBlock], width, false);
+            if (from < to) multiply(*m, from, to, normed_, rows, &qkv_[column + from * 2 * kBlock], width, false);
             start += m->pairs();
             column += m->out();
         }
@@ -148,8 +145,8 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         thread_local std::vector<float> buffer;
         if (buffer.size() < (size_t)rows * 2 * kGroup) buffer.resize((size_t)rows * 2 * kGroup);
         float *gate = buffer.data(), *up = gate + (size_t)rows * kGroup;
-        multiply(*w.gate, 2 * pair, 2, normed_, rows, gate, kGroup, false);
-        multiply(*w.up, 2 * pair, 2, normed_, rows, up, kGroup, false);
+        multiply(*w.gate, pair, pair + 1, normed_, rows, gate, kGroup, false);
+        multiply(*w.up, pair, pair + 1, normed_, rows, up, kGroup, false);
         for (int row = 0; row < rows; row++) {
             float* g = gate + (size_t)row * kGroup;
             for (int i = 0; i < kGroup; i += kLanes)
@@ -228,7 +225,7 @@ void Decoder::project(const Matrix& matrix, const float* norm, float eps, const 
         phase(place, kOther, rows, [&](int row) {
             thread_local std::vector<float> buffer;
             grow(buffer, in);
-            for (int i = 0; i < in; i += kLanes) store(&buffer[i], load_bf16(x + (size_t)row * in + i));
+            widen(x + (size_t)row * in, in, buffer.data());
             others_.set(row, 0, in, buffer.data());
         });
         product(place, kLinears, matrix, others_, rows, projected_.data(), false);
@@ -286,7 +283,7 @@ void Decoder::rotate(int row, int index, const Step& step) {
 }
 
 void Decoder::write_context(const Step& step) {
-    const int dim = shape_.head_dim, width = shape_.kv_heads * dim, blocks = width / kBlock;
+    const int dim = shape_.head_dim, width = shape_.kv_heads * dim;
     const size_t row_size = (size_t)shape_.layers * 2 * width;
     phase_end_ = now();
     normed_.resize(step.rows, shape_.hidden);
@@ -296,7 +293,8 @@ void Decoder::write_context(const Step& step) {
               [&](int row) { normed_.set(row, 0, shape_.hidden, step.hidden + (size_t)row * shape_.hidden); });
         phase(place, kLinears, 2 * shape_.layers, [&](int task) {
             const LayerWeights& w = layers_[task / 2];
-            multiply(task % 2 ? *w.v : *w.k, 0, blocks, normed_, step.rows, &qkv_[(size_t)task * width], row_size, false);
+            const Matrix& m = task % 2 ? *w.v : *w.k;
+            multiply(m, 0, m.pairs(), normed_, step.rows, &qkv_[(size_t)task * width], row_size, false);
         });
         phase(place, kOther, step.rows, [&](int row) {
             const float* from = &qkv_[row * row_size];

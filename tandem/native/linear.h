@@ -78,9 +78,9 @@ class Activations {
     std::vector<Group> groups_;
 };
 
-// y[row, 16 * block + lane] = x W^T for blocks [first, first + count), or += it; whole pairs. y's rows are `stride`
-// floats apart and begin with block `first`. A row's bits do not depend on rows, first and count: each output is summed
-// over its columns in ascending order.
-void multiply(const Matrix& w, int first, int count, const Activations& x, int rows, float* y, size_t stride, bool add);
+// y[row, 16 * block + lane] = x W^T for the blocks of pairs [first, end), or += it. y's rows are `stride` floats apart and
+// begin with those of pair `first`. A row's bits do not depend on rows, first and end: each output is summed over its
+// columns in ascending order.
+void multiply(const Matrix& w, int first, int end, const Activations& x, int rows, float* y, size_t stride, bool add);
 
 }  // namespace tandem

@@ -143,6 +143,11 @@ inline Floats load_bf16(const uint16_t* from) {
     return (Floats)(__builtin_convertvector(half, Words) << 16);
 }
 
+// count: a multiple of 16.
+inline void widen(const uint16_t* from, size_t count, float* to) {
+    for (size_t i = 0; i < count; i += kLanes) store(to + i, load_bf16(from + i));
+}
+
 // To the nearest, ties to even.
 inline void store_bf16(uint16_t* to, Floats v) {
     Words bits = (Words)v;

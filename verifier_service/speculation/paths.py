@@ -65,6 +65,8 @@ class Paths:
 
     def only(self, chosen: np.ndarray) -> "Paths":
         """Of some of the drafts; chosen: [drafts] bool."""
+        if chosen.all():
+            return self
         lengths = self.lengths[chosen]
         width = int(lengths.max(initial=0))
         return Paths(self.probabilities[chosen, :width], self.cells[chosen, :width], lengths, self.sampled[chosen])

@@ -32,12 +32,12 @@ class _Drafted:
     """[drafts] int: nodes that were asked for."""
     auto: np.ndarray
     """[drafts] bool: of sequences in auto mode."""
-    expected_tokens: float | None = None
-    """Of the whole step; None if no draft proposes anything."""
+    expected_tokens: float
+    """Of the whole step."""
 
 
 @dataclass(frozen=True)
-class _Learned:
+class _Lesson:
     """How drafts went."""
 
     drafted: _Drafted
@@ -65,7 +65,8 @@ class SpeculationPlanner:
         self._drafting = drafting
         self._metrics = metrics
         self._drafted: _Drafted | None = None
-        self._unlearned: list[_Learned] = []
+        self._lessons: list[_Lesson] = []
+        """Not learned yet."""
         self._cycle: _Cycle | None = None
         self._next_cycle: _Cycle | None = None
         """None where it is not the controller's to account for: nothing in auto mode, or others' drafts."""
@@ -120,15 +121,15 @@ class SpeculationPlanner:
         paths = Paths.of(drafts, [_samples(s) for s in sequences])
         auto = np.array([s.request.speculation_mode is SpeculationMode.AUTO for s in sequences])
         asked = np.array([s.pending.max_nodes for s in sequences if s.pending])
-        self._drafted = _Drafted(sequences, paths, asked, auto)
-        if not paths.lengths.any():
-            return nodes
         tokens = float(len(stepping))
+        if not paths.lengths.any():
+            self._drafted = _Drafted(sequences, paths, asked, auto, tokens)
+            return nodes
         if not auto.all():
             gains = self._controller.calibration.gains(paths.probabilities, paths.cells)
             tokens += float(gains[~auto].sum())
         if auto.any():
-            mine = paths if auto.all() else paths.only(auto)
+            mine = paths.only(auto)
             rows = len(stepping) + prompt_rows + int(paths.lengths[~auto].sum())
             context = float(sum(s.committed for s in stepping))
             choice = self._controller.budget(mine, tokens, rows, len(stepping), context)
@@ -143,7 +144,7 @@ class SpeculationPlanner:
         cycle, self._cycle = self._cycle, self._next_cycle
         if seen:
             self._learn(seen, segments, verdicts)
-        drafted = seen if seen and seen.expected_tokens is not None else None
+        drafted = seen if seen and seen.paths.lengths.any() else None
         if any(len(s.token_ids) > 1 for s in segments):
             return
         auto = [s for s in segments if s.sequence.request.speculation_mode is SpeculationMode.AUTO]
@@ -160,8 +161,7 @@ class SpeculationPlanner:
             self._controller.observe_cycle(
                 len(segments), cycle.decoding, context, emitted, cycle_seconds, cycle.drafted or drafted is not None
             )
-        expected = drafted.expected_tokens if drafted and drafted.expected_tokens is not None else emitted
-        self._metrics.count_prediction(predicted, seconds, expected, emitted)
+        self._metrics.count_prediction(predicted, seconds, drafted.expected_tokens if drafted else emitted, emitted)
         for segment in auto if drafted else ():
             self._metrics.chosen_nodes.observe(segment.nodes)
 
@@ -173,7 +173,7 @@ class SpeculationPlanner:
     def drafter_changed(self) -> None:
         """A drafter came."""
         self._rest_left = 0
-        self._unlearned = []
+        self._lessons = []
         self._controller.drafter_changed()
 
     def present(self) -> Present:
@@ -234,22 +234,23 @@ class SpeculationPlanner:
         found: Mapping[Sequence, tuple[Segment, Verdict]] = {
             s.sequence: (s, v) for s, v in zip(segments, verdicts, strict=True) if s.nodes
         }
-        accepted = []
+        accepted: list[tuple[int, list[int]]] = []
         for sequence in drafted.sequences:
-            segment, verdict = found.get(sequence, (None, None))
-            if segment and verdict:
-                tokens = len(segment.token_ids)
-                accepted.append((segment.nodes, [row - tokens for row in verdict.accepted_rows[tokens:]]))
-            else:
+            if sequence not in found:
                 accepted.append((0, []))
-        self._unlearned.append(_Learned(drafted, accepted))
-        if self._controller.informed and sum(len(u.accepted) for u in self._unlearned) < _LOOK_BACK:
+                continue
+            segment, verdict = found[sequence]
+            tokens = len(segment.token_ids)
+            accepted.append((segment.nodes, [row - tokens for row in verdict.accepted_rows[tokens:]]))
+        self._lessons.append(_Lesson(drafted, accepted))
+        if self._controller.informed and sum(len(lesson.accepted) for lesson in self._lessons) < _LOOK_BACK:
             return
-        unlearned, self._unlearned = self._unlearned, []
-        paths = Paths.joined([u.drafted.paths for u in unlearned])
-        asked, auto = (np.concatenate([getattr(u.drafted, name) for u in unlearned]) for name in ("asked", "auto"))
+        lessons, self._lessons = self._lessons, []
+        paths = Paths.joined([lesson.drafted.paths for lesson in lessons])
+        asked = np.concatenate([lesson.drafted.asked for lesson in lessons])
+        auto = np.concatenate([lesson.drafted.auto for lesson in lessons])
         self._controller.observe_drafts(paths, asked, auto)
-        self._calibrate(paths, [of_one for u in unlearned for of_one in u.accepted])
+        self._calibrate(paths, [of_one for lesson in lessons for of_one in lesson.accepted])
 
     def _calibrate(self, paths: Paths, outcomes: list[tuple[int, list[int]]]) -> None:
         """Compare what was accepted with what the drafts said, node by node."""

@@ -4,19 +4,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
 from tandem.draft_tree import Draft
-from tandem.sampling import SamplingParams
-from tandem.speculation import DraftShape, SpeculationMode
-from verifier_service.drafters import Drafter
-from verifier_service.drafting import Drafting, DraftLimits
-from verifier_service.kv_cache import KvCache
-from verifier_service.metrics import VerifierMetrics
-from verifier_service.sequence import PendingDraft, Sequence, SequenceRequest
+from tandem.speculation import DraftShape
+from tests.fakes.speculation_planners import decoding_sequence, planner_over
+from verifier_service.sequence import PendingDraft
 from verifier_service.speculation.controller import SpeculationController
 from verifier_service.speculation.costs import StepCosts, StepCurve
-from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.step import Segment, Verdict
 
 
@@ -24,15 +18,8 @@ class Learner:
     """One sequence whose drafts have 1 to 4 nodes, of which the walk accepts all but the last."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        metrics = VerifierMetrics(CollectorRegistry())
-        self.drafting = Drafting(DraftLimits(7, 0), KvCache(8, 16), lambda blocks, start, count: b"", metrics)
-        self.drafting.attach(Drafter("peer", lambda work: None))
         self.controller = SpeculationController(StepCosts(StepCurve((1, 8, 16), (0.02, 0.021, 0.03))), 8)
-        self.planner = SpeculationPlanner(self.controller, self.drafting, metrics)
-        mode = SpeculationMode.AUTO
-        request = SequenceRequest("r", [1, 2], 2, SamplingParams(temperature=0.0), 500, speculation_mode=mode)
-        self.sequence = Sequence.from_request(1, request)
-        self.sequence.committed = 1
+        self.planner, self.sequence = planner_over(self.controller), decoding_sequence()
         self.lengths: list[int] = []
         self.batches: list[int] = []
         self.accepted = 0

@@ -3,19 +3,13 @@
 from dataclasses import dataclass, field
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from tandem.draft_tree import Draft
-from tandem.sampling import SamplingParams
 from tandem.speculation import DraftShape, SpeculationMode
-from verifier_service.drafters import Drafter
-from verifier_service.drafting import Drafting, DraftLimits
-from verifier_service.kv_cache import KvCache
-from verifier_service.metrics import VerifierMetrics
-from verifier_service.sequence import PendingDraft, Sequence, SequenceRequest
+from tests.fakes.speculation_planners import decoding_sequence, planner_over
+from verifier_service.sequence import PendingDraft
 from verifier_service.speculation.controller import DecodeLoad, Order, SpeculationController
 from verifier_service.speculation.costs import StepCosts, StepCurve
-from verifier_service.speculation.planner import SpeculationPlanner
 from verifier_service.step import Segment, Verdict
 
 
@@ -36,19 +30,8 @@ class Place:
     )
 
     def __post_init__(self) -> None:
-        metrics = VerifierMetrics(CollectorRegistry())
-        self.drafting = Drafting(DraftLimits(7, 0), KvCache(8, 16), lambda blocks, start, count: b"", metrics)
-        self.planner = SpeculationPlanner(self.controller, self.drafting, metrics)
-        self.drafter = Drafter("peer", lambda work: None)
-        self.drafting.attach(self.drafter)
-        self.sequences = [self.sequence(i) for i in range(4)]
-
-    def sequence(self, number: int, mode: SpeculationMode = SpeculationMode.AUTO) -> Sequence:
-        sampling = SamplingParams(temperature=0.0)
-        request = SequenceRequest(f"r{number}", [1, 2], 2, sampling, 500, speculation_mode=mode)
-        sequence = Sequence.from_request(number, request)
-        sequence.committed = 1
-        return sequence
+        self.planner = planner_over(self.controller)
+        self.sequences = [decoding_sequence(i) for i in range(4)]
 
     def step(self, ask: bool) -> int:
         """A step and its looks."""
@@ -95,9 +78,9 @@ def test_what_is_of_another_kind_is_looked_at_at_once(resting: Place) -> None:
     resting.sequences.pop()
     assert resting.step(ask=False)
     sleep()
-    resting.sequences[0] = resting.sequence(9, SpeculationMode.BLOCK)
+    resting.sequences[0] = decoding_sequence(9, SpeculationMode.BLOCK)
     assert resting.sequences[0] in resting.planner.orders(resting.sequences, resting.sequences)
-    resting.sequences[0] = resting.sequence(10)
+    resting.sequences[0] = decoding_sequence(10)
     sleep()
     resting.planner.drafter_changed()
     assert resting.step(ask=False)
