@@ -10,7 +10,6 @@ from drafter_service.draft_model import MAX_CANDIDATES, BlockRequest, ContextRow
 from drafter_service.draft_network import DraftNetwork
 from drafter_service.draft_weights import ConvWeights, SelectorWeights
 from tandem.checkpoints.draft_config import DraftConfig
-from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.draft_tree import Candidates, Draft
 from tandem.layers.int8_linear import Int8Linear
 from tandem.layers.linear import Linear
@@ -61,7 +60,7 @@ class NativeDraftModel:
             load(),
             _sizes(config),
             [_layer(network, index, int8) for index in range(config.num_hidden_layers)],
-            _matrix(_stored(weights.head), int8),
+            Matrix.of(load(), _stored(weights.head), int8),
             weights.draft_tokens,
             _selector(weights.selector) if weights.selector else None,
             weights.norm.float(),
@@ -163,13 +162,13 @@ def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:
     gate, up = _stored(layer.gate_up).chunk(2)
     around_attention, around_mlp = _conv(layer.attention_conv), _conv(layer.mlp_conv)
     return LayerWeights(
-        q=_matrix(q, int8),
-        k=_matrix(k, int8),
-        v=_matrix(v, int8),
-        o=_matrix(_stored(layer.output), int8),
-        gate=_matrix(gate, int8),
-        up=_matrix(up, int8),
-        down=_matrix(_stored(layer.down), int8),
+        q=Matrix.of(load(), q, int8),
+        k=Matrix.of(load(), k, int8),
+        v=Matrix.of(load(), v, int8),
+        o=Matrix.of(load(), _stored(layer.output), int8),
+        gate=Matrix.of(load(), gate, int8),
+        up=Matrix.of(load(), up, int8),
+        down=Matrix.of(load(), _stored(layer.down), int8),
         input_norm=layer.input_norm.float(),
         post_norm=layer.post_attention_norm.float(),
         q_norm=layer.query_key_norm[0].float(),
@@ -182,21 +181,16 @@ def _layer(network: DraftNetwork, index: int, int8: bool) -> LayerWeights:
 
 
 def _selector(selector: SelectorWeights) -> Selector:
-    projection = _matrix(_stored(selector.projection), int8=False)
+    projection = Matrix(load(), "bf16", _stored(selector.projection))
     return Selector(projection, selector.predecessors.contiguous(), selector.successors.contiguous())
 
 
 def _conv(conv: ConvWeights | None) -> tuple[Matrix, torch.Tensor] | tuple[None, None]:
-    return (_matrix(_stored(conv.kernels), int8=False), conv.base.float().contiguous()) if conv else (None, None)
+    if conv is None:
+        return None, None
+    return Matrix(load(), "bf16", _stored(conv.kernels)), conv.base.float().contiguous()
 
 
 def _stored(linear: Linear | Int8Linear) -> torch.Tensor:
     assert isinstance(linear, Linear)
     return linear.stored[0]
-
-
-def _matrix(weight: torch.Tensor, int8: bool) -> Matrix:
-    if not int8:
-        return Matrix(load(), "bf16", weight)
-    blocks = round_to_q8(weight)
-    return Matrix(load(), blocks.form, blocks.values, blocks.scales)

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -59,7 +60,8 @@ def feature_projection(config: StackConfig, part: TargetPart) -> FeatureProjecti
     if config.draft_model is None:
         return None
     model = part.model
-    make = model.projection if isinstance(model, NativeDecoder) else projection
+    int8 = config.drafter.quantization == "int8"
+    make = partial(model.projection, int8=int8) if isinstance(model, NativeDecoder) else projection
     return FeatureProjection(config.draft_model, model.config, model.dtype, part.device, make)
 
 

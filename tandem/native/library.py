@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from tandem.checkpoints.gguf_blocks import round_to_q8
 from tandem.kernels.step_tables import StepTables
 from tandem.layers.rope import RopeConfig, rope_table
 from tandem.native.build import CannotBuild, build, cpu_features
@@ -152,6 +153,14 @@ class Matrix:
         """Memory it takes."""
         self._library = library
         self.handle = library.tandem_matrix(_FORMS[form], out, columns, *addresses)
+
+    @classmethod
+    def of(cls, library: ctypes.CDLL, weight: torch.Tensor, int8: bool) -> "Matrix":
+        """weight: [out, in] bf16; int8: rounded to 8 bits per group of 32 columns."""
+        if not int8:
+            return cls(library, "bf16", weight)
+        blocks = round_to_q8(weight)
+        return cls(library, blocks.form, blocks.values, blocks.scales)
 
     def row(self, index: int) -> torch.Tensor:
         """[in] fp32: the values as products take them."""

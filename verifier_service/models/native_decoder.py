@@ -60,10 +60,11 @@ class NativeDecoder:
         return self._decoder.logits(hidden)
 
     def projection(
-        self, weight: torch.Tensor, norm: torch.Tensor, eps: float
+        self, weight: torch.Tensor, norm: torch.Tensor, eps: float, int8: bool = False
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See features.projection; weight and norm are bf16. Calls must not overlap with the target's."""
-        matrix, scale = Matrix(load(), "bf16", weight), norm.float()
+        """See features.projection; weight and norm are bf16. int8: the product is one of 8-bit integers, as the blocks
+        of a draft model in int8 are. Calls must not overlap with the target's."""
+        matrix, scale = Matrix.of(load(), weight, int8), norm.float()
         return lambda taps: self._decoder.project(matrix, scale, eps, taps.contiguous())
 
     def seconds(self) -> dict[str, float]:

@@ -97,3 +97,18 @@ def test_a_projection_beside_the_target_is_the_normed_product_whatever_rows_shar
     oracle = F.rms_norm(x.double() @ weight.double().T, (48,), norm.double(), 1e-5)
     torch.testing.assert_close(together.double(), oracle, rtol=2**-8, atol=1e-6)
     assert torch.equal(together, torch.cat([project(row[None]) for row in x]))
+
+
+def test_a_projection_in_int8_is_the_same_but_for_a_percent_whatever_rows_share_it(
+    folder_of: Callable[[str], Path],
+) -> None:
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    norm = torch.rand(48, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    model = native_target(folder_of("qwen3"), 2).model
+    exact, project = model.projection(weight, norm, 1e-5)(x).float(), model.projection(weight, norm, 1e-5, int8=True)
+    together = project(x)
+    off = (together.float() - exact).norm(dim=1) / exact.norm(dim=1)
+    assert off.min() > 0
+    assert off.max() < 0.015
+    assert torch.equal(together, torch.cat([project(row[None]) for row in x]))
