@@ -4,7 +4,7 @@ Segments that have the same number of rows (trees: about the same) and a similar
 and values are gathered block by block and padded to a common length. GQA groups are folded into the query length, so
 keys and values are never expanded. A chain is causal; a node of a tree sees the prefix, the rows above it and itself.
 
-A row's result has the bits of the plain decode row with the same tokens, measured with torch's CPU kernel (AVX-512):
+A row's result has the bits of the plain decode row with the same tokens, measured with torch's CPU kernel (AVX-512, Intel's and AMD's):
 
 - fp32: without exception up to 1,300 tokens, if the kv length is padded to a multiple of the key tile below, the last
   query block has queries enough for the head width (see _min_queries), and a tree's keys lie as `tree_layout` says;
@@ -39,8 +39,8 @@ _QUERY_BLOCK = 32
 
 def _min_queries(head_dim: int, dtype: torch.dtype) -> int:
     """Queries of a block from which on their number does not change a query's bits: measured for head widths of 16 to
-    1024. Below, the matrix product takes another way."""
-    return min(16, max(1, head_dim // 24) + 1) if dtype == torch.float32 else 2
+    1024. Below, the matrix product takes another way: on Intel's CPUs by the head width, on AMD's up to 11 queries."""
+    return min(16, max(12, head_dim // 24 + 1)) if dtype == torch.float32 else 2
 
 
 @dataclass(frozen=True)
