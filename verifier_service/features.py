@@ -7,6 +7,7 @@ so that a prefix hit brings its features along. Shipping them instead of raw tap
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from tandem.checkpoints.draft_config import DraftConfig
@@ -43,6 +44,8 @@ class FeatureProjection:
         weight = folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device)
         norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
         self._project = make(weight, norm, self.config.rms_norm_eps)
+        self.inputs = weight.shape[1]
+        """Taps * target hidden."""
 
     def __call__(self, taps: torch.Tensor) -> torch.Tensor:
         """[rows, taps * target hidden] to [rows, hidden]."""
@@ -73,17 +76,24 @@ class FeaturePool:
 
     def __init__(self, slots: int, projection: FeatureProjection | None, dtype: torch.dtype, device: torch.device):
         self._projection = projection
-        hidden = projection.config.hidden_size if projection else 0
+        hidden, inputs = (projection.config.hidden_size, projection.inputs) if projection else (0, 0)
         self._pool = torch.zeros(slots, hidden, dtype=dtype, device=device)
-        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._rows = 0
+        self._taps = torch.empty(self.MAX_WAITING, inputs, dtype=dtype, device=device)
+        self._slots = torch.empty(self.MAX_WAITING, dtype=torch.int64, device=device)
+        self._waiting = 0
+        """Rows of the two."""
 
     def write(self, slots: torch.Tensor, taps: torch.Tensor) -> None:
-        """slots [rows] int64, taps [rows, taps * target hidden]."""
-        self._waiting.append((slots, taps))
-        self._rows += len(slots)
-        if self._rows >= self.MAX_WAITING:
+        """slots [rows] int64, all different; taps [rows, taps * target hidden]. Both are copied."""
+        if self._waiting + len(slots) > self.MAX_WAITING:
             self.flush()
+        if len(slots) > self.MAX_WAITING:
+            self.project(slots, taps)
+            return
+        rows = slice(self._waiting, self._waiting + len(slots))
+        self._slots[rows] = slots
+        self._taps[rows] = taps
+        self._waiting = rows.stop
 
     def project(self, slots: torch.Tensor, taps: torch.Tensor) -> None:
         """The same at once, in fixed shapes. What waits must not: flush() comes before."""
@@ -102,15 +112,15 @@ class FeaturePool:
 
     def flush(self) -> None:
         """Project what waits."""
-        if not self._waiting:
-            return
-        assert self._projection
-        waiting, self._waiting, self._rows = self._waiting, [], 0
-        if len(waiting) == 1:
-            self.project(*waiting[0])
-            return
-        slots, taps = zip(*waiting, strict=True)
-        features = self._projection(torch.cat(taps))
-        # Step by step: a slot that was given to another sequence meanwhile keeps what was written to it last.
-        for where, rows in zip(slots, features.split([len(s) for s in slots]), strict=True):
-            self._pool.index_copy_(0, where, rows)
+        count, self._waiting = self._waiting, 0
+        if count:
+            rows = _last_of_each(self._slots[:count])
+            self.project(*(t[:count] if rows is None else t[rows] for t in (self._slots, self._taps)))
+
+
+def _last_of_each(slots: torch.Tensor) -> torch.Tensor | None:
+    """Of a slot that was given to another sequence meanwhile only what was written to it last counts: the rows that do
+    count, or None if all do."""
+    backwards = slots.cpu().numpy()[::-1]
+    _, found = np.unique(backwards, return_index=True)
+    return None if len(found) == len(slots) else torch.from_numpy(len(slots) - 1 - found).to(slots.device)

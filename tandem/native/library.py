@@ -214,6 +214,7 @@ class Decoder:
         self.sizes = sizes
         self._library = library
         self._kept = (list(layers), embedding, head, norm, rope)
+        self._tapped = torch.empty(0, dtype=torch.bfloat16)
         shape, table = shape_and_layers(sizes, layers)
         self._handle = library.tandem_decoder(
             ctypes.byref(shape), table, embedding.handle, head.handle, norm.data_ptr(), rope.data_ptr(), threads
@@ -231,11 +232,11 @@ class Decoder:
         """token_ids, positions, slots: [rows] int64. kv: per layer bf16 [blocks, block_tokens, 2, kv heads, head_dim].
 
         Returns the residual stream in fp32 [rows, hidden] and, in bf16 [rows, tap_layers * hidden], after each layer of
-        tap_layers.
+        tap_layers. The latter is written over by the next call: new memory for it in each step would cost its pages.
         """
         rows, hidden = len(token_ids), self.sizes.hidden
         out = torch.empty(rows, hidden)
-        tapped = torch.empty(rows, len(tap_layers) * hidden, dtype=torch.bfloat16)
+        tapped = self._room_for_taps(rows, len(tap_layers) * hidden)
         # Locals, so that they live as long as the call.
         pools, layers = _addresses(kv), (_Int * len(tap_layers))(*tap_layers)
         step = _Step(
@@ -271,6 +272,11 @@ class Decoder:
         out = torch.empty(len(hidden), self.sizes.vocab)
         self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
         return out
+
+    def _room_for_taps(self, rows: int, width: int) -> torch.Tensor:
+        if rows * width > len(self._tapped):
+            self._tapped = torch.empty(rows * width, dtype=torch.bfloat16)
+        return self._tapped[: rows * width].view(rows, width)
 
     def project(self, matrix: Matrix, norm: torch.Tensor, eps: float, x: torch.Tensor) -> torch.Tensor:
         """RMSNorm(x W^T) of a matrix that is none of the decoder's, on its threads. x: [rows, in] bf16, contiguous;

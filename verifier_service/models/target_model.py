@@ -70,8 +70,8 @@ class TargetModel(Protocol):
         """All layers over the rows; writes their keys and values into kv (one pool per layer).
 
         Returns the residual stream [rows, hidden] after the last layer, before the final norm, and the taps: the
-        residual stream after each layer of tap_layers, side by side in that order, [rows, taps * hidden]. The same on
-        every rank.
+        residual stream after each layer of tap_layers, side by side in that order, [rows, taps * hidden], which
+        the next forward may write over. The same on every rank.
         """
         ...
 

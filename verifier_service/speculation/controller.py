@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -21,6 +21,8 @@ PROBE_STEPS = 2
 """Steps of one probe: one measurement may be an outlier."""
 _PROBE_PAUSE = 48
 """Steps between probes at least."""
+_LONGEST_PAUSE = 20.0
+"""Seconds of steps. The pause before a probe for drafts doubles with each in vain at such a load, up to this."""
 _MOST_PROBE_CYCLES = 4
 """Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
@@ -151,6 +153,8 @@ class SpeculationController:
         """(busy seconds, steps) when the probe for drafts under way, or just over, began."""
         self._probe_cost = 0.0
         """What the last one cost in all, with what had to be sent for it."""
+        self._in_vain: Counter[int] = Counter()
+        """Probes for drafts at loads of a size since it speculated there last."""
 
     def drafter_changed(self) -> None:
         """A drafter came: how fast it is is not known."""
@@ -158,6 +162,7 @@ class SpeculationController:
         self._forget_drafts()
         self._account = LossAccount()
         self._probe_began, self._probe_cost = None, 0.0
+        self._in_vain.clear()
         self._turn(True)
         self._until_review = 0
 
@@ -221,6 +226,8 @@ class SpeculationController:
         most = _MOST_PROBE_CYCLES * (look.draft_seconds + look.step_seconds)
         self._probe_cost = min(most, max(0.0, busy - (steps + gained) * look.plain_seconds))
         self._probe_began = None
+        if not self.speculating:
+            self._in_vain[_size(self._load)] += 1
 
     def _settled(self, load: DecodeLoad) -> DecodeLoad:
         self._loads.append(load)
@@ -330,6 +337,8 @@ class SpeculationController:
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
         if self.informed:
             self._turn(self._account.open and self.outlook.gain > (_TURN_OFF if self.speculating else _TURN_ON))
+            if self.speculating:
+                del self._in_vain[_size(load)]
         if not self.informed:
             self._review_every = _REVIEW_PAUSE
         elif before == (self.speculating, self.outlook.nodes, bucket):
@@ -383,27 +392,34 @@ class SpeculationController:
         return best
 
     def _due_probe(self, load: DecodeLoad) -> Order | None:
-        """A few steps the other way, where they may cost what PROBE_SHARE of the time since the last allows."""
+        """A few steps the other way, where they may cost what their share of the time since the last allows."""
         if not self.informed or not self._account.open:
             return None
-        look = self.outlook
         seen, steps = self._plain_seen if self.speculating else self._drafts_seen
         if self._steps - steps < _PROBE_PAUSE:
             return None
-        hopeful = not self.speculating and look.optimistic_gain > _TURN_ON
-        allowed = (HOPEFUL_PROBE_SHARE if hopeful else PROBE_SHARE) * (self._busy - seen)
+        paused = self._busy - seen
         if self.speculating:
+            look = self.outlook
             cost = PROBE_STEPS * look.plain_seconds * (1 - 1 / max(1.0, look.gain))
-            return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if cost <= allowed else None
-        if hopeful:
+            return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if paused >= cost / PROBE_SHARE else None
+        order, pause = self._probe_for_drafts(load)
+        pause = max(pause, min(pause * 2 ** self._in_vain[_size(load)], _LONGEST_PAUSE))
+        return order if paused >= pause else None
+
+    def _probe_for_drafts(self, load: DecodeLoad) -> tuple[Order, float]:
+        """What to ask for, and the seconds without drafts that pay for it."""
+        look, n = self.outlook, load.decoding
+        if look.optimistic_gain > _TURN_ON:
             lost = max(_LEAST_LOSS, 1 - look.gain)
-            cost = max(self._probe_cost, PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost)
-            return Order(Asked.ALL, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
-        n = load.decoding
-        longer = self.steps.predict_up_to(n, look.nodes, n, n * load.context)
-        waited = self.drafts.predict(1, look.nodes, self.steps.drift)
-        cost = max(self._probe_cost, PROBE_STEPS * (waited + float(longer[-1] - longer[0])))
-        return Order(Asked.ONE, look.nodes, Reason.PROBING_DRAFTS) if cost <= allowed else None
+            cost = PROBE_STEPS * (look.draft_seconds + look.step_seconds) * lost
+            asked, share = Asked.ALL, HOPEFUL_PROBE_SHARE
+        else:
+            longer = self.steps.predict_up_to(n, look.nodes, n, n * load.context)
+            waited = self.drafts.predict(1, look.nodes, self.steps.drift)
+            cost = PROBE_STEPS * (waited + float(longer[-1] - longer[0]))
+            asked, share = Asked.ONE, PROBE_SHARE
+        return Order(asked, look.nodes, Reason.PROBING_DRAFTS), max(self._probe_cost, cost) / share
 
     def _explain(self, order: Order, load: DecodeLoad) -> str:
         look = self.outlook
@@ -413,6 +429,11 @@ class SpeculationController:
             f"{look.draft_seconds * 1e3:.1f} + {look.step_seconds * 1e3:.1f} ms, plain 1 in "
             f"{look.plain_seconds * 1e3:.1f} ms"
         )
+
+
+def _size(load: DecodeLoad) -> int:
+    """Loads whose sequences differ by less than a factor of two or so are alike."""
+    return round(math.log2(load.decoding))
 
 
 def _whole(gains: np.ndarray, nodes: np.ndarray, tokens: float, seconds: np.ndarray) -> Choice:
