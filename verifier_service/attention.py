@@ -4,7 +4,8 @@ Segments that have the same number of rows (trees: about the same) and a similar
 and values are gathered block by block and padded to a common length. GQA groups are folded into the query length, so
 keys and values are never expanded. A chain is causal; a node of a tree sees the prefix, the rows above it and itself.
 
-A row's result has the bits of the plain decode row with the same tokens, measured with torch's CPU kernel (AVX-512, Intel's and AMD's):
+A row's result has the bits of the plain decode row with the same tokens, measured with torch's CPU kernel (AVX-512, on
+Intel's and AMD's):
 
 - fp32: without exception up to 1,300 tokens, if the kv length is padded to a multiple of the key tile below, the last
   query block has queries enough for the head width (see _min_queries), and a tree's keys lie as `tree_layout` says;

@@ -48,6 +48,11 @@ _SAMPLE = 32
 """Drafts that stand for the next ones at least."""
 
 
+def size_of(sequences: int) -> int:
+    """Numbers of sequences that are alike have the same: those within a factor of the square root of 2 or so."""
+    return round(2 * math.log2(sequences))
+
+
 class Reason(Enum):
     """Why a step asked for drafts or did not."""
 
@@ -171,7 +176,7 @@ class SpeculationController:
         self._until_review -= 1
         load = self._load = self._settled(load)
         share = round(4 * load.sampled / load.asking)
-        bucket = (round(2 * math.log2(load.asking)), round(2 * math.log2(load.decoding)), load.fixed, share)
+        bucket = (size_of(load.asking), size_of(load.decoding), load.fixed, share)
         moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
         if self._until_review <= 0 or moved:
             self._review(load, bucket)
@@ -227,7 +232,7 @@ class SpeculationController:
         self._probe_cost = min(most, max(0.0, busy - (steps + gained) * look.plain_seconds))
         self._probe_began = None
         if not self.speculating:
-            self._in_vain[_size(self._load)] += 1
+            self._in_vain[size_of(self._load.decoding)] += 1
 
     def _settled(self, load: DecodeLoad) -> DecodeLoad:
         self._loads.append(load)
@@ -266,8 +271,11 @@ class SpeculationController:
 
     @property
     def at_rest(self) -> bool:
-        """Whether the next steps will be plain ones as the last, as far as one can say."""
-        return self.order.reason in (Reason.NO_GAIN, Reason.LOST)
+        """Whether the next steps will be plain ones as the last, as far as one can say. A load that may have fallen is
+        looked at until it has settled."""
+        if self.order.reason not in (Reason.NO_GAIN, Reason.LOST):
+            return False
+        return size_of(self._loads[-1].decoding) == size_of(self._load.decoding)
 
     def pass_step(self, sequences: int, seconds: float) -> None:
         """A plain step that nobody looked at took so long."""
@@ -338,7 +346,7 @@ class SpeculationController:
         if self.informed:
             self._turn(self._account.open and self.outlook.gain > (_TURN_OFF if self.speculating else _TURN_ON))
             if self.speculating:
-                del self._in_vain[_size(load)]
+                del self._in_vain[size_of(load.decoding)]
         if not self.informed:
             self._review_every = _REVIEW_PAUSE
         elif before == (self.speculating, self.outlook.nodes, bucket):
@@ -404,7 +412,7 @@ class SpeculationController:
             cost = PROBE_STEPS * look.plain_seconds * (1 - 1 / max(1.0, look.gain))
             return Order(Asked.NONE, 0, Reason.PROBING_PLAIN) if paused >= cost / PROBE_SHARE else None
         order, pause = self._probe_for_drafts(load)
-        pause = max(pause, min(pause * 2 ** self._in_vain[_size(load)], _LONGEST_PAUSE))
+        pause = max(pause, min(pause * 2 ** self._in_vain[size_of(load.decoding)], _LONGEST_PAUSE))
         return order if paused >= pause else None
 
     def _probe_for_drafts(self, load: DecodeLoad) -> tuple[Order, float]:
@@ -429,11 +437,6 @@ class SpeculationController:
             f"{look.draft_seconds * 1e3:.1f} + {look.step_seconds * 1e3:.1f} ms, plain 1 in "
             f"{look.plain_seconds * 1e3:.1f} ms"
         )
-
-
-def _size(load: DecodeLoad) -> int:
-    """Loads whose sequences differ by less than a factor of two or so are alike."""
-    return round(math.log2(load.decoding))
 
 
 def _whole(gains: np.ndarray, nodes: np.ndarray, tokens: float, seconds: np.ndarray) -> Choice:

@@ -9,14 +9,14 @@ from tandem.speculation import DraftShape, SpeculationMode
 from verifier_service.drafting import Drafting, DraftOrder
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.sequence import PendingDraft, Sequence
-from verifier_service.speculation.controller import Asked, DecodeLoad, SpeculationController
+from verifier_service.speculation.controller import Asked, DecodeLoad, SpeculationController, size_of
 from verifier_service.speculation.paths import Paths, mass_by_depth
 from verifier_service.speculation.present import Present
 from verifier_service.step import Segment, Verdict
 
-_REST_STEPS = 3
-"""While nothing is drafted, so many of the same sequences' steps go by unseen between two: looking costs a small target
-more than one percent of its step."""
+_REST_STEPS = 15
+"""While nothing is drafted, so many steps of as many sequences go by unseen between two: looking costs a small target
+two percent of its step."""
 _LOOK_BACK = 8
 """Drafts that are learned from at once: a few at a time take as long as one."""
 _FIXED_SHAPES = {SpeculationMode.BLOCK: DraftShape.BLOCK, SpeculationMode.TREE: DraftShape.TREE}
@@ -72,7 +72,7 @@ class SpeculationPlanner:
         """None where it is not the controller's to account for: nothing in auto mode, or others' drafts."""
         self._rest_left = 0
         self._resting = 0
-        """Sequences of the steps that go by unseen."""
+        """Size of the steps that go by unseen."""
 
     def orders(self, stepped: list[Sequence], running: list[Sequence]) -> dict[Sequence, DraftOrder]:
         """What to ask for now, of the sequences that just stepped."""
@@ -107,7 +107,7 @@ class SpeculationPlanner:
         if len(orders) == len(auto):
             self._next_cycle = _Cycle(len(awaited), bool(auto))
         if not orders and self._controller.at_rest:
-            self._rest_left, self._resting = _REST_STEPS, len(stepped)
+            self._rest_left, self._resting = _REST_STEPS, size_of(len(stepped))
         return orders
 
     def budget(self, stepping: list[Sequence], prompt_rows: int) -> dict[Sequence, int]:
@@ -198,7 +198,7 @@ class SpeculationPlanner:
             return False
         self._rest_left -= 1
         alike = all(s.request.speculation_mode is SpeculationMode.AUTO for s in stepped)
-        if alike and len(stepped) == self._resting and self._drafting.pool:
+        if alike and stepped and size_of(len(stepped)) == self._resting and self._drafting.pool:
             return True
         self._rest_left = 0
         return False

@@ -1,4 +1,4 @@
-"""While drafts do not pay the planner looks at one step in four, and at every one that is of another kind."""
+"""While drafts do not pay the planner looks at one step in sixteen, and at every one that is of another kind."""
 
 from dataclasses import dataclass, field
 
@@ -61,10 +61,10 @@ def resting() -> Place:
     return place
 
 
-def test_one_step_in_four_is_looked_at_and_all_time_counts(resting: Place) -> None:
+def test_one_step_in_sixteen_is_looked_at_and_all_time_counts(resting: Place) -> None:
     before = resting.controller._busy
-    assert sum(resting.step(ask=False) for _ in range(40)) == 10
-    assert resting.controller._busy - before == pytest.approx(40 * 0.02)
+    assert sum(resting.step(ask=False) for _ in range(80)) == 5
+    assert resting.controller._busy - before == pytest.approx(80 * 0.02)
 
 
 def test_what_is_of_another_kind_is_looked_at_at_once(resting: Place) -> None:
