@@ -19,7 +19,7 @@ from verifier_service.buckets import Bucket
 from verifier_service.features import FeaturePool, FeatureProjection
 from verifier_service.kv_cache import PADDING_BLOCK
 from verifier_service.load import GraphBucket
-from verifier_service.models.target_model import TargetModel
+from verifier_service.models.target_model import Features, TargetModel
 from verifier_service.sampler import log_prob, sample
 from verifier_service.sequence import Sequence, SequenceRequest
 from verifier_service.static_step import StaticPlan, StaticResult, StaticStep
@@ -45,15 +45,12 @@ class ModelRunner:
         static: StaticPlan | None = None,
     ):
         """tell_ranks: sends each step to the other ranks before it is run here. static: run steps in fixed shapes."""
-        self._tap_layers = features.config.target_layer_ids if features else ()
         self._block_tokens = block_tokens
         self._device = device
         self._executor = StepExecutor(model, kv_blocks, block_tokens, device)
         self._feature_pool = FeaturePool(kv_blocks * block_tokens, features, model.dtype, device)
         self._tell_ranks = tell_ranks
-        self.static = (
-            StaticStep(self._executor, model, static, self._feature_pool, self._tap_layers) if static else None
-        )
+        self.static = StaticStep(self._executor, model, static, self._feature_pool) if static else None
         """None: steps run in the shapes they happen to have."""
         self._moves: list[tuple[int, int]] = []
         """Of the last step: made here already, still to be made by the other ranks."""
@@ -67,19 +64,15 @@ class ModelRunner:
         if bucket:
             return self._run_static(bucket, segments, rows, logit_rows)
         started = time.perf_counter()
-        tapped = bool(self._tap_layers) and any(s.sequence.request.speculates for s in segments)
-        computed, logits = self._together(
-            rows, logit_rows, lambda: self._compute(rows, logit_rows, self._tap_layers if tapped else ())
-        )
+        features = self._feature_pool.features if any(s.sequence.request.speculates for s in segments) else None
+        computed, logits = self._together(rows, logit_rows, lambda: self._compute(rows, logit_rows, features))
         forward_seconds = time.perf_counter() - started
         verdicts = [
             _decide(s, logits[first : first + s.nodes + 1]) if s.samples else _prefilled(s)
             for s, first in zip(segments, _first_logits(segments), strict=True)
         ]
         self._moves = _moves(rows, verdicts, self._block_tokens)
-        self._executor.move(self._moves)
-        if tapped:
-            self._keep_features(segments, verdicts, computed.slots, computed.taps)
+        self._move(self._moves, features)
         routing = torch.stack(computed.routing).cpu().numpy() if computed.routing else None
         fallback = NO_BUCKET if self.static else None
         return StepResult(verdicts, len(computed.hidden), forward_seconds, routing, fallback=fallback)
@@ -137,10 +130,17 @@ class ModelRunner:
             self.run([Segment(sequence, 0, sequence.tokens, None, True, [PADDING_BLOCK])])
 
     def _compute(
-        self, rows: list[SegmentRows], logit_rows: list[int], tap_layers: tuple[int, ...]
+        self, rows: list[SegmentRows], logit_rows: list[int], features: Features | None
     ) -> tuple[Computed, torch.Tensor]:
-        computed = self._executor.forward(rows, tap_layers)
+        computed = self._executor.forward(rows, features)
         return computed, self._executor.logits(computed.hidden, logit_rows)
+
+    def _move(self, moves: list[tuple[int, int]], features: Features | None) -> None:
+        if moves:
+            sources, targets = torch.tensor(moves).to(self._device).unbind(1)
+            self._executor.move_slots(sources, targets)
+            if features:
+                self._feature_pool.move(sources, targets)
 
     def _together(self, rows: list[SegmentRows], logit_rows: list[int], compute: Callable[[], _Result]) -> _Result:
         """What compute() says of these rows, computed by all ranks together. Unavailable if that fails where there are
@@ -154,26 +154,6 @@ class ModelRunner:
             if self._tell_ranks is None or isinstance(error, Unavailable):
                 raise
             raise Unavailable(f"verifier: a step failed, and with it the ranks: {error}") from error
-
-    def _keep_features(
-        self, segments: list[Segment], verdicts: list[Verdict], slots: torch.Tensor, taps: torch.Tensor
-    ) -> None:
-        rows: list[int] = []
-        kept: list[int] = []
-        first_row = 0
-        for segment, verdict in zip(segments, verdicts, strict=True):
-            if segment.sequence.request.speculates:
-                rows += [first_row + row for row in verdict.accepted_rows]
-                kept += range(first_row, first_row + len(verdict.accepted_rows))
-            first_row += segment.rows
-        self._feature_pool.write(_rows_of(slots, kept), _rows_of(taps, rows))
-
-
-def _rows_of(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """The tensor itself where that is all of it, as in most plain steps."""
-    if rows == list(range(len(tensor))):
-        return tensor
-    return tensor.index_select(0, torch.tensor(rows).to(tensor.device))
 
 
 def _logit_rows(segments: list[Segment]) -> list[int]:

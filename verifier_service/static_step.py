@@ -78,15 +78,13 @@ class StaticStep:
         model: TargetModel,
         plan: StaticPlan,
         feature_pool: FeaturePool | None = None,
-        tap_layers: tuple[int, ...] = (),
         decides: bool = True,
     ):
-        """feature_pool: where the taps of tap_layers go. decides: rank 0 does, the others compute their part only."""
+        """feature_pool: where features go. decides: rank 0 does, the others compute their part only."""
         self._executor = executor
         self._model = model
         self._limits = plan.limits
-        self._feature_pool = feature_pool if tap_layers else None
-        self._tap_layers = tap_layers
+        self._feature_pool = feature_pool if feature_pool and feature_pool.features else None
         self._decides = decides
         self._device = device = executor.kv.device
         self._buckets = buckets_of(plan.limits, executor.min_rows)
@@ -149,8 +147,6 @@ class StaticStep:
             size = self._input_shape(bucket).size
             self._inputs[:size].copy_(self._inputs_host[:size], non_blocking=True)
             self._copied.record()
-        if self._feature_pool:
-            self._feature_pool.flush()
         ran = self._steps.run(bucket, lambda: self._read(bucket, outputs))
         rows = sum(segment.rows for segment in segments)
         sequences = len(segments) if self._decides else 0
@@ -193,9 +189,7 @@ class StaticStep:
     def _compute(self, inputs: StepInputs, outputs: _Outputs) -> None:
         """All of a step that runs on the device."""
         batch = self._executor.table_batch(inputs)
-        hidden, taps = self._executor.run(batch, self._tap_layers)
-        if self._feature_pool:
-            self._feature_pool.project(batch.slots, taps)
+        hidden = self._executor.run(batch, self._feature_pool.features if self._feature_pool else None)
         if not self._decides:
             if self._model.head_is_split:
                 self._model.logits(hidden.index_select(0, inputs.choosing))

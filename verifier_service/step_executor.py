@@ -12,7 +12,7 @@ from tandem.kernels.step_tables import TableShape
 from verifier_service.attention import attend, plan_attention
 from verifier_service.kv_cache import PADDING_BLOCK
 from verifier_service.models.min_rows import MIN_ROWS
-from verifier_service.models.target_model import ForwardBatch, TargetModel
+from verifier_service.models.target_model import Features, ForwardBatch, TargetModel
 from verifier_service.step import SegmentRows
 from verifier_service.step_inputs import InputShape, StepInputs
 
@@ -25,10 +25,6 @@ class Computed:
 
     hidden: torch.Tensor
     """[rows, hidden], padding included."""
-    taps: torch.Tensor
-    """[rows, taps * hidden]"""
-    slots: torch.Tensor
-    """[rows] int64: where each row's key and value are."""
     routing: list[torch.Tensor]
     """Per mixture of experts [real rows, experts per token] int64."""
 
@@ -49,15 +45,15 @@ class StepExecutor:
         self._known_shapes: dict[InputShape, tuple[torch.Tensor, StepInputs]] = {}
         self.rows_per_tile = rows_per_tile(model.heads_per_kv_head)
 
-    def forward(self, segments: list[SegmentRows], tap_layers: tuple[int, ...] = ()) -> Computed:
-        """All layers over all rows."""
-        batch = self._batch(segments)
-        hidden, taps = self.run(batch, tap_layers)
-        return Computed(hidden, taps, batch.slots, self._model.routing)
+    def forward(self, segments: list[SegmentRows], features: Features | None = None) -> Computed:
+        """All layers over all rows, and their features if they are wanted."""
+        return Computed(self.run(self._batch(segments), features), self._model.routing)
 
-    def run(self, batch: ForwardBatch, tap_layers: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's forward over a batch and this rank's KV: hidden [rows, hidden] and the taps."""
-        return self._model.forward(batch, self._layers_kv, tap_layers)
+    def run(self, batch: ForwardBatch, features: Features | None = None) -> torch.Tensor:
+        """The model's forward over a batch and this rank's KV: hidden [rows, hidden]."""
+        if features:
+            return self._model.forward_with_features(batch, self._layers_kv, features)
+        return self._model.forward(batch, self._layers_kv, ())[0]
 
     def logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """[at least len(rows), vocab]: logits of these rows, in order. With a split head every rank must call it."""

@@ -98,13 +98,27 @@ void Decoder::forward(const Step& step) {
         std::vector<float> zeros(shape_.heads * shape_.head_dim);
         for (int row = plan_.real_rows(); row < step.rows; row++) attended_.set(row, 0, (int)zeros.size(), zeros.data());
     }
+    if (step.features) {
+        for (int t = 0; t < step.tap_count; t++) tapped_.need(step.projections[t]->form());
+        tapped_.resize(step.rows, shape_.hidden);
+        grow(projected_, (size_t)step.rows * step.projections[0]->out());
+    }
     const int phases = kPhasesPerLayer + (shape_.conv_taps ? kConvPhases : 0);
-    team_.run(1 + phases * shape_.layers, [&](Team::Place& place) {
+    team_.run(2 + phases * shape_.layers + step.tap_count, [&](Team::Place& place) {
         phase(place, kOther, step.rows, [&](int row) {
             if (step.token_ids) embedding_->row((int)step.token_ids[row], step.hidden + (size_t)row * shape_.hidden);
             normalise(step.hidden, layers_[0].input_norm, row, kept(row));
         });
         for (int i = 0; i < shape_.layers; i++) layer(place, i, step);
+        if (!step.features) return;
+        const int out = step.projections[0]->out();
+        phase(place, kOther, step.rows, [&](int row) {
+            const float* y = &projected_[(size_t)row * out];
+            const float factor = norm_factor(y, out, step.feature_eps);
+            uint16_t* to = step.features + (size_t)step.slots[row] * out;
+            for (int i = 0; i < out; i += kLanes)
+                store_bf16(to + i, load<Floats>(y + i) * factor * load<Floats>(step.feature_norm + i));
+        });
     });
 }
 
@@ -159,12 +173,27 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
     phase(place, kOther, rows, [&](int row) {
         if (convs) convolve_output(w.mlp_conv, row, step);
         const float* x = step.hidden + (size_t)row * hidden;
-        for (int t = 0; t < step.tap_count; t++)
-            if (step.taps[t] == index)
+        for (int t = 0; t < step.tap_count; t++) {
+            if (step.taps[t] != index) continue;
+            if (step.features) tapped_.set(row, 0, hidden, x);
+            if (step.tapped)
                 for (int i = 0; i < hidden; i += kLanes)
                     store_bf16(step.tapped + ((size_t)row * step.tap_count + t) * hidden + i, load<Floats>(x + i));
+        }
         if (!last) normalise(step.hidden, layers_[index + 1].input_norm, row, kept(row));
     });
+    if (step.features) tap(place, index, step);
+}
+
+// What a layer adds to the features, if it is tapped: the rows in tapped_ times its matrix.
+void Decoder::tap(Team::Place& place, int index, const Step& step) {
+    bool first = true;
+    for (int t = 0; t < step.tap_count; t++) first = first && step.taps[t] >= index;
+    for (int t = 0; t < step.tap_count; t++) {
+        if (step.taps[t] != index) continue;
+        product(place, kLinears, *step.projections[t], tapped_, step.rows, projected_.data(), !first);
+        first = false;
+    }
 }
 
 // A sublayer's last product, into the residual stream, or to where its convolution reads it.
@@ -212,29 +241,6 @@ void Decoder::logits(const float* hidden, int rows, float* to, const Matrix* bes
         phase(place, kOther, rows, [&](int row) { normalise(hidden, norm_, row); });
         product(place, kHead, *head_, normed_, rows, to, false);
         if (beside) product(place, kHead, *beside, normed_, rows, beside_to, false);
-    });
-}
-
-void Decoder::project(const Matrix& matrix, const float* norm, float eps, const uint16_t* x, int rows, uint16_t* to) {
-    phase_end_ = now();
-    const int in = matrix.in(), out = matrix.out();
-    others_.need(matrix.form());
-    others_.resize(rows, in);
-    grow(projected_, (size_t)rows * out);
-    team_.run(3, [&](Team::Place& place) {
-        phase(place, kOther, rows, [&](int row) {
-            thread_local std::vector<float> buffer;
-            grow(buffer, in);
-            widen(x + (size_t)row * in, in, buffer.data());
-            others_.set(row, 0, in, buffer.data());
-        });
-        product(place, kLinears, matrix, others_, rows, projected_.data(), false);
-        phase(place, kOther, rows, [&](int row) {
-            const float* y = &projected_[(size_t)row * out];
-            const float factor = norm_factor(y, out, eps);
-            for (int i = 0; i < out; i += kLanes)
-                store_bf16(to + (size_t)row * out + i, load<Floats>(y + i) * factor * load<Floats>(norm + i));
-        });
     });
 }
 

@@ -43,7 +43,12 @@ struct Step {
     const int32_t* places;   // per row, its place in its block; null where nothing is convolved
     const int32_t* taps;     // layers, any order
     int32_t tap_count;
-    uint16_t* tapped;        // out: bf16 [rows, taps, hidden]
+    uint16_t* tapped;        // out: bf16 [rows, taps, hidden]; may be null
+    // Features: RMSNorm(the sum of each tap times its matrix^T), of every row at its slot. All null without them.
+    const Matrix* const* projections;  // [taps]
+    const float* feature_norm;
+    float feature_eps;
+    uint16_t* features;  // out: bf16 [slots, out]
 };
 
 // Seconds that steps spent, by what they were spent on.
@@ -60,8 +65,6 @@ class Decoder {
     // hidden [rows, hidden] as forward left it -> logits [rows, vocab], and what `beside`, if not null, makes of the
     // normed rows.
     void logits(const float* hidden, int rows, float* to, const Matrix* beside = nullptr, float* beside_to = nullptr);
-    // RMSNorm(x matrix^T) of a matrix that is none of the decoder's own, on its threads: bf16 [rows, in] -> [rows, out]
-    void project(const Matrix& matrix, const float* norm, float eps, const uint16_t* x, int rows, uint16_t* to);
     // Every layer's keys and values of step.hidden, rows that are normed already, into the rows' slots: all of a DFlash
     // network that its context passes. Reads neither token ids nor tables.
     void write_context(const Step& step);
@@ -76,6 +79,7 @@ class Decoder {
         Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add);
     void layer(Team::Place& place, int index, const Step& step);
     void normalise(const float* x, const float* weight, int row, float* kept = nullptr);
+    void tap(Team::Place& place, int index, const Step& step);
     void add_product(Team::Place& place, const Matrix& m, const Activations& x, const Step& step);
     void convolve_input(Team::Place& place, const Conv& conv, const Step& step);
     void convolve_output(const Conv& conv, int row, const Step& step) const;
@@ -92,12 +96,12 @@ class Decoder {
     const float *norm_, *rope_;
     Team team_;
     AttentionPlan plan_;
-    Activations normed_, attended_, inner_, others_;
+    Activations normed_, attended_, inner_, tapped_;
     std::vector<float> qkv_;                 // [rows, (heads + 2 kv heads) * dim]
     std::vector<uint16_t> q_;                // [rows, heads * dim]
     std::vector<float> entering_, leaving_;  // what is convolved: [rows, hidden]
     std::vector<float> kernels_;             // [rows, 2, taps, hidden / group]
-    std::vector<float> projected_;           // [rows, out]
+    std::vector<float> projected_;           // [rows, out], on their way to features
     std::array<double, kParts> seconds_{};
     double phase_end_ = 0;
 };

@@ -29,11 +29,6 @@ void tandem_decoder_logits(void* decoder, const float* hidden, int32_t rows, flo
     static_cast<Decoder*>(decoder)->logits(hidden, rows, to);
 }
 
-void tandem_decoder_project(void* decoder, const void* matrix, const float* norm, float eps, const uint16_t* x, int32_t rows,
-                            uint16_t* to) {
-    static_cast<Decoder*>(decoder)->project(*static_cast<const Matrix*>(matrix), norm, eps, x, rows, to);
-}
-
 void* tandem_blocks(const Shape* shape, const LayerWeights* layers, const void* head, const Selector* selector,
                     const float* norm, const uint16_t* embedding, int32_t mask_token, int32_t threads) {
     return new BlockNetwork(*shape, layers, static_cast<const Matrix*>(head), *selector, norm, embedding, mask_token,

@@ -47,6 +47,8 @@ class _Step(ctypes.Structure):
     _fields_ = [("rows", _Int), ("token_ids", _Pointer), ("positions", _Pointer), ("slots", _Pointer)]
     _fields_ += [("tables", _Tables), ("kv", _Pointer), ("pools", _Int), ("pool_of", _Pointer), ("hidden", _Pointer)]
     _fields_ += [("places", _Pointer), ("taps", _Pointer), ("tap_count", _Int), ("tapped", _Pointer)]
+    _fields_ += [("projections", _Pointer), ("feature_norm", _Pointer), ("feature_eps", ctypes.c_float)]
+    _fields_ += [("features", _Pointer)]
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,6 @@ def load(path: Path | None = None) -> ctypes.CDLL:
         "decoder_free": (None, [_Pointer]),
         "decoder_forward": (None, [_Pointer, _Pointer]),
         "decoder_logits": (None, [_Pointer, _Pointer, _Int, _Pointer]),
-        "decoder_project": (None, [_Pointer, _Pointer, _Pointer, ctypes.c_float, _Pointer, _Int, _Pointer]),
         "decoder_seconds": (None, [_Pointer, _Pointer]),
         "blocks": (_Pointer, [_Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int, _Int]),
         "blocks_free": (None, [_Pointer]),
@@ -174,6 +175,17 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """What makes features of taps: RMSNorm(taps W^T)."""
+
+    matrices: list[Matrix]
+    """Per tapped layer its columns of W: hidden -> out."""
+    norm: torch.Tensor
+    """[out] fp32"""
+    eps: float
+
+
+@dataclass(frozen=True)
 class LayerWeights:
     """Norms are fp32; those of q and k None where the architecture has none."""
 
@@ -214,7 +226,6 @@ class Decoder:
         self.sizes = sizes
         self._library = library
         self._kept = (list(layers), embedding, head, norm, rope)
-        self._tapped = torch.empty(0, dtype=torch.bfloat16)
         shape, table = shape_and_layers(sizes, layers)
         self._handle = library.tandem_decoder(
             ctypes.byref(shape), table, embedding.handle, head.handle, norm.data_ptr(), rope.data_ptr(), threads
@@ -227,16 +238,21 @@ class Decoder:
         slots: torch.Tensor,
         tables: StepTables,
         kv: Sequence[torch.Tensor],
-        tap_layers: Sequence[int],
+        tap_layers: Sequence[int] = (),
+        projection: Projection | None = None,
+        features: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """token_ids, positions, slots: [rows] int64. kv: per layer bf16 [blocks, block_tokens, 2, kv heads, head_dim].
 
         Returns the residual stream in fp32 [rows, hidden] and, in bf16 [rows, tap_layers * hidden], after each layer of
-        tap_layers. The latter is written over by the next call: new memory for it in each step would cost its pages.
+        tap_layers. With a projection that is not returned, but what it makes of it is written to features [slots, out],
+        bf16, at the rows' slots.
         """
         rows, hidden = len(token_ids), self.sizes.hidden
         out = torch.empty(rows, hidden)
-        tapped = self._room_for_taps(rows, len(tap_layers) * hidden)
+        tapped = torch.empty(rows, 0 if projection else len(tap_layers) * hidden, dtype=torch.bfloat16)
+        matrices = [matrix.handle for matrix in projection.matrices] if projection else []
+        projections = (_Pointer * len(matrices))(*matrices)
         # Locals, so that they live as long as the call.
         pools, layers = _addresses(kv), (_Int * len(tap_layers))(*tap_layers)
         step = _Step(
@@ -262,7 +278,11 @@ class Decoder:
             None,
             ctypes.addressof(layers),
             len(tap_layers),
-            tapped.data_ptr(),
+            tapped.data_ptr() if tapped.numel() else None,
+            ctypes.addressof(projections),
+            projection.norm.data_ptr() if projection else None,
+            projection.eps if projection else 0.0,
+            features.data_ptr() if features is not None else None,
         )
         self._library.tandem_decoder_forward(self._handle, ctypes.byref(step))
         return out, tapped
@@ -271,20 +291,6 @@ class Decoder:
         """hidden: [rows, hidden], fp32, as forward returned it. Returns [rows, vocab] fp32."""
         out = torch.empty(len(hidden), self.sizes.vocab)
         self._library.tandem_decoder_logits(self._handle, hidden.contiguous().data_ptr(), len(hidden), out.data_ptr())
-        return out
-
-    def _room_for_taps(self, rows: int, width: int) -> torch.Tensor:
-        if rows * width > len(self._tapped):
-            self._tapped = torch.empty(rows * width, dtype=torch.bfloat16)
-        return self._tapped[: rows * width].view(rows, width)
-
-    def project(self, matrix: Matrix, norm: torch.Tensor, eps: float, x: torch.Tensor) -> torch.Tensor:
-        """RMSNorm(x W^T) of a matrix that is none of the decoder's, on its threads. x: [rows, in] bf16, contiguous;
-        norm: [out] fp32. Returns [rows, out] bf16."""
-        out = torch.empty(len(x), matrix.out, dtype=torch.bfloat16)
-        self._library.tandem_decoder_project(
-            self._handle, matrix.handle, norm.data_ptr(), eps, x.data_ptr(), len(x), out.data_ptr()
-        )
         return out
 
     def seconds(self) -> dict[str, float]:

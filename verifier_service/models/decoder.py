@@ -12,7 +12,7 @@ from verifier_service.models.mla import MultiHeadLatentAttention
 from verifier_service.models.mlp import Mlp
 from verifier_service.models.moe import MixtureOfExperts
 from verifier_service.models.target_config import LatentAttention, TargetConfig
-from verifier_service.models.target_model import ForwardBatch
+from verifier_service.models.target_model import Features, ForwardBatch
 from verifier_service.parallel.ranks import Ranks
 
 
@@ -108,6 +108,13 @@ class DecoderModel:
             if i in tap_layers:
                 taps[i] = x
         return x, torch.cat([taps[i] for i in tap_layers], dim=-1) if tap_layers else x[:, :0]
+
+    def forward_with_features(self, batch: ForwardBatch, kv: list[torch.Tensor], features: Features) -> torch.Tensor:
+        """See TargetModel."""
+        assert callable(features.projection)
+        hidden, taps = self.forward(batch, kv, features.layers)
+        features.pool.index_copy_(0, batch.slots, features.projection(taps))
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel."""

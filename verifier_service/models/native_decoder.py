@@ -1,15 +1,13 @@
 """A dense decoder on the CPU's own path: every step is one call into C++ (tandem/native)."""
 
-from collections.abc import Callable
-
 import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
 from tandem.checkpoints.gguf_blocks import METHOD as GGUF_BLOCKS
 from tandem.checkpoints.weights import WeightReader
-from tandem.native.library import Decoder, LayerWeights, Matrix, Sizes, load, rotations, why_not_here
+from tandem.native.library import Decoder, LayerWeights, Matrix, Projection, Sizes, load, rotations, why_not_here
 from verifier_service.models.target_config import GroupedAttention, TargetConfig
-from verifier_service.models.target_model import ForwardBatch
+from verifier_service.models.target_model import Features, ForwardBatch
 from verifier_service.parallel.ranks import Parallel
 
 
@@ -55,17 +53,22 @@ class NativeDecoder:
         assert batch.tables
         return self._decoder.forward(batch.token_ids, batch.positions, batch.slots, batch.tables, kv, tap_layers)
 
+    def forward_with_features(self, batch: ForwardBatch, kv: list[torch.Tensor], features: Features) -> torch.Tensor:
+        """See TargetModel. The projection is one of projection()'s."""
+        assert batch.tables
+        assert isinstance(features.projection, Projection)
+        rows = batch.token_ids, batch.positions, batch.slots, batch.tables
+        return self._decoder.forward(*rows, kv, features.layers, features.projection, features.pool)[0]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See TargetModel. Logits are fp32."""
         return self._decoder.logits(hidden)
 
-    def projection(
-        self, weight: torch.Tensor, norm: torch.Tensor, eps: float, int8: bool = False
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """See features.projection; weight and norm are bf16. int8: the product is one of 8-bit integers, as the blocks
-        of a draft model in int8 are. Calls must not overlap with the target's."""
-        matrix, scale = Matrix.of(load(), weight, int8), norm.float()
-        return lambda taps: self._decoder.project(matrix, scale, eps, taps.contiguous())
+    def projection(self, weight: torch.Tensor, norm: torch.Tensor, eps: float, int8: bool = False) -> Projection:
+        """For forward_with_features; weight [out, taps * hidden] and norm are bf16. int8: the products are of 8-bit
+        integers, as those of a draft model in int8 are."""
+        matrices = [Matrix.of(load(), part, int8) for part in weight.split(self.hidden_size, dim=1)]
+        return Projection(matrices, norm.float(), eps)
 
     def seconds(self) -> dict[str, float]:
         """Since the start, by what they were spent on: linears, attention, other, head."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from tandem.kernels.step_tables import StepTables
+from tandem.native.library import Projection
 
 Attention = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 """(queries [rows, heads, key_dim], one layer's KV pool, scale) -> [rows, heads * value_dim]. With latent KV the whole
@@ -29,6 +30,18 @@ class ForwardBatch:
     tables: StepTables | None = None
     """What each row may look at, in fixed buffers, for steps of fixed shape: `attention` reads them then, padding rows
     are not left out, and nothing in the forward may wait for the device."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a draft model takes of a step, and where it is kept."""
+
+    layers: tuple[int, ...]
+    """Tapped: the residual stream after each of them, side by side, is what is projected."""
+    projection: Callable[[torch.Tensor], torch.Tensor] | Projection
+    """[rows, taps * hidden] to [rows, out]; or the native path's own."""
+    pool: torch.Tensor
+    """[slots, out]"""
 
 
 class TargetModel(Protocol):
@@ -70,9 +83,14 @@ class TargetModel(Protocol):
         """All layers over the rows; writes their keys and values into kv (one pool per layer).
 
         Returns the residual stream [rows, hidden] after the last layer, before the final norm, and the taps: the
-        residual stream after each layer of tap_layers, side by side in that order, [rows, taps * hidden], which
-        the next forward may write over. The same on every rank.
+        residual stream after each layer of tap_layers, side by side in that order, [rows, taps * hidden]. The same on
+        every rank.
         """
+        ...
+
+    def forward_with_features(self, batch: ForwardBatch, kv: list[torch.Tensor], features: Features) -> torch.Tensor:
+        """The same with the features of all rows, padding included, written to features.pool at batch.slots. Returns
+        the residual stream."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ PROBE_SHARE, HOPEFUL_PROBE_SHARE = 0.005, 0.01
 PROBE_STEPS = 2
 """Steps of one probe: one measurement may be an outlier."""
 _PROBE_PAUSE = 48
-"""Steps between probes at least."""
+"""Steps between probes at least, and of a load that may not last before one."""
 _LONGEST_PAUSE = 20.0
 """Seconds of steps. The pause before a probe for drafts doubles with each in vain at such a load, up to this."""
 _MOST_PROBE_CYCLES = 4
@@ -143,6 +143,8 @@ class SpeculationController:
         self._load = DecodeLoad(0, 0, 0.0)
         """What is decided for."""
         self._reviewed_for: tuple[int, ...] = ()
+        self._lasting = (0, 0)
+        """Size of the load and the step since which it is, within a factor of two or so."""
         self._until_review = 0
         self._review_every = _REVIEW_STEPS
         self._busy = 0.0
@@ -175,6 +177,8 @@ class SpeculationController:
         """Whether to ask for drafts now, and of how many nodes. Called once per step while auto sequences decode."""
         self._until_review -= 1
         load = self._load = self._settled(load)
+        if abs(size_of(load.decoding) - self._lasting[0]) > 1:
+            self._lasting = size_of(load.decoding), self._steps
         share = round(4 * load.sampled / load.asking)
         bucket = (size_of(load.asking), size_of(load.decoding), load.fixed, share)
         moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
@@ -404,7 +408,7 @@ class SpeculationController:
         if not self.informed or not self._account.open:
             return None
         seen, steps = self._plain_seen if self.speculating else self._drafts_seen
-        if self._steps - steps < _PROBE_PAUSE:
+        if self._steps - max(steps, self._lasting[1]) < _PROBE_PAUSE:
             return None
         paused = self._busy - seen
         if self.speculating:

@@ -8,13 +8,15 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.fakes.random_targets import random_architecture
-from tests.unit.native.runners import native_target
+from tests.unit.native.runners import native_model, native_target
 from tests.unit.test_gguf_convert import run_convert, tiny_llama, weights_of, write_gguf
-from tests.unit.verifier.steps import Hand, run
+from tests.unit.verifier.steps import BLOCK_TOKENS, CPU, Hand, run
 from tests.unit.verifier.test_tree_verify import BUSHY, LINE, STAR, WIDE, Target, check_rows, primed, prompt, tree
+from verifier_service.models.target_model import Features
+from verifier_service.step import SegmentRows
+from verifier_service.step_executor import StepExecutor
 
 TINY_VOCAB = 288
 KINDS = ["llama, llama3 rope", "qwen3", "4bit"]
@@ -85,30 +87,31 @@ def test_the_number_of_threads_changes_no_bit(folder_of: Callable[[str], Path]) 
     assert torch.equal(rows[0], rows[2])
 
 
-def test_a_projection_beside_the_target_is_the_normed_product_whatever_rows_share_it(
-    folder_of: Callable[[str], Path],
-) -> None:
-    """Products of bf16 values are exact in fp32: only sums and the result round."""
-    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    norm = torch.rand(48, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    project = native_target(folder_of("qwen3"), 2).model.projection(weight, norm, 1e-5)
-    together = project(x)
-    oracle = F.rms_norm(x.double() @ weight.double().T, (48,), norm.double(), 1e-5)
-    torch.testing.assert_close(together.double(), oracle, rtol=2**-8, atol=1e-6)
-    assert torch.equal(together, torch.cat([project(row[None]) for row in x]))
+@pytest.mark.parametrize("int8", [False, True])
+def test_features_have_the_same_bits_whatever_shares_the_step(folder_of: Callable[[str], Path], int8: bool) -> None:
+    """Prompts of two sequences together, one after the other, row by row; in 8 bits they are off by a percent."""
+    random = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 2 * 128, generator=random).bfloat16()
+    norm = torch.rand(48, generator=random).bfloat16()
+    model = native_model(folder_of("qwen3"))
+    first, second = prompt(37, 1), prompt(21, 2)
+    one, other = [1, 5, 3], [4, 2]
 
+    def features(steps: list[list[SegmentRows]], in_int8: bool) -> torch.Tensor:
+        executor = StepExecutor(model, 8, BLOCK_TOKENS, CPU)
+        pool = torch.zeros(8 * BLOCK_TOKENS, 48, dtype=torch.bfloat16)
+        with torch.inference_mode():
+            for segments in steps:
+                executor.forward(segments, Features((1, 0), model.projection(weight, norm, 1e-5, in_int8), pool))
+        return pool
 
-def test_a_projection_in_int8_is_the_same_but_for_a_percent_whatever_rows_share_it(
-    folder_of: Callable[[str], Path],
-) -> None:
-    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    x = torch.randn(21, 96, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    norm = torch.rand(48, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
-    model = native_target(folder_of("qwen3"), 2).model
-    exact, project = model.projection(weight, norm, 1e-5)(x).float(), model.projection(weight, norm, 1e-5, int8=True)
-    together = project(x)
-    off = (together.float() - exact).norm(dim=1) / exact.norm(dim=1)
-    assert off.min() > 0
-    assert off.max() < 0.015
-    assert torch.equal(together, torch.cat([project(row[None]) for row in x]))
+    alone = [SegmentRows(0, 0, first, [], one)], [SegmentRows(1, 0, second, [], other)]
+    singly = [[SegmentRows(0, i, [token], [], one)] for i, token in enumerate(first)]
+    found = features([alone[0] + alone[1]], int8)
+    assert torch.equal(features([*alone], int8), found)
+    assert torch.equal(features([*singly, alone[1]], int8), found)
+    exact = features([*alone], False).float()
+    off = ((found.float() - exact).norm(dim=1) / exact.norm(dim=1).clamp(min=1e-30))[exact.any(dim=1)]
+    assert len(off) == len(first) + len(second)
+    assert off.max() < 0.02
+    assert bool(off.any()) is int8

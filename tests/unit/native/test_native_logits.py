@@ -1,6 +1,6 @@
-"""The native path computes the target: close to fp32 arithmetic on the same weights, taps and KV included."""
+"""The native path computes the target: close to fp32 arithmetic on the same weights, features and KV included."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gguf
@@ -8,23 +8,39 @@ import pytest
 import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
+from tandem.native.library import Projection
 from tests.fakes.random_targets import random_architecture
 from tests.unit.native.runners import native_model, round_weights
 from tests.unit.test_gguf_convert import run_convert, tiny_llama, weights_of, write_gguf
 from tests.unit.verifier.steps import CPU
+from verifier_service.features import projection
 from verifier_service.models.loading import load_model
-from verifier_service.models.target_model import TargetModel
+from verifier_service.models.native_decoder import NativeDecoder
+from verifier_service.models.target_model import Features, TargetModel
 from verifier_service.step import SegmentRows
 from verifier_service.step_executor import StepExecutor
 
 TAPS = (1, 0)
+FEATURES = 48
 BLOCKS = [5, 2, 7, 1, 3, 4, 6, 8]
 BUSHY = [-1, 0, 0, 1, 1, 2]
 
 
+def features_of(model: TargetModel) -> Features:
+    random = torch.Generator().manual_seed(3)
+    weight = torch.randn(FEATURES, len(TAPS) * model.hidden_size, generator=random).bfloat16()
+    norm = torch.rand(FEATURES, generator=random).bfloat16()
+    if isinstance(model, NativeDecoder):
+        projected: Callable[[torch.Tensor], torch.Tensor] | Projection = model.projection(weight, norm, 1e-5)
+    else:
+        projected = projection(weight.float(), norm.float(), 1e-5)
+    return Features(TAPS, projected, torch.zeros(20 * 16, FEATURES, dtype=model.dtype))
+
+
 def steps(model: TargetModel, vocab: int) -> Iterator[list[torch.Tensor]]:
-    """Logits, taps, keys and values, [some, some] each, of prompts, a plain row, a tree beside another's chain."""
+    """Logits, features, keys and values, [some, some] each, of prompts, a plain row, a tree beside another's chain."""
     executor = StepExecutor(model, 20, 16, CPU)
+    features = features_of(model)
     ids = torch.randint(0, vocab, (100,), generator=torch.Generator().manual_seed(7)).tolist()
     other = [9 + block for block in BLOCKS]
     for segments in (
@@ -34,9 +50,9 @@ def steps(model: TargetModel, vocab: int) -> Iterator[list[torch.Tensor]]:
     ):
         rows = sum(segment.rows for segment in segments)
         with torch.inference_mode():
-            computed = executor.forward(segments, TAPS)
+            computed = executor.forward(segments, features)
             logits = executor.logits(computed.hidden, list(range(rows)))
-        parts = [logits[:rows], computed.taps[:rows], executor.kv[:, 1:18].flatten(0, 2).flatten(1)]
+        parts = [logits[:rows], features.pool[16:], executor.kv[:, 1:18].flatten(0, 2).flatten(1)]
         yield [part.float() for part in parts]
 
 
