@@ -3,14 +3,14 @@
 from collections import deque
 from statistics import median
 
-_SHARE = 0.0075
+_SHARE = 0.005
 """Of the time, given to spend."""
 _MOST_STEPS, _MOST_TOKENS = 2.0, 16.0
 """Plain steps that are held at most, and what luck adds to that, divided by the sequences: the fewer they are, the more
 do the tokens of a step vary. Past gains pay for no more losses than these."""
 _AGAIN = 0.25
 """Of the most that must be there before more is risked once all is spent: less would not show what drafts bring."""
-_TOLERATED = 1.015
+_TOLERATED = 1.01
 """What drafts gave counts this much: no estimate of what plain decoding would have taken is surer."""
 _RECENT = 15
 _OUTLIER = 1.5
