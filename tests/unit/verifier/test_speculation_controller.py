@@ -3,6 +3,7 @@
 import logging
 import math
 import random
+from itertools import pairwise
 from statistics import median
 
 import numpy as np
@@ -83,6 +84,37 @@ def test_off_asks_for_nothing_but_rare_probes_that_get_rarer_as_they_cost_more()
     before = len(drive.chosen)
     drive.run(16, 500)
     assert sum(asked is not Asked.NONE for asked, _, _ in drive.chosen[before:]) < cheap
+
+
+def drafted(drive: Driver, sequences: int, steps: int) -> int:
+    """Of so many steps those that had to do with drafts."""
+    before = len(drive.chosen)
+    drive.run(sequences, steps)
+    return sum(asked is not Asked.NONE for asked, _, _ in drive.chosen[before:])
+
+
+def test_probes_in_vain_become_rarer_but_never_end() -> None:
+    """The steps between two probes grow, and are 20 seconds at most: 30, since the machine's speed drifts."""
+    place = world("cpu", BAD)
+    drive = Driver(place, place.controller())
+    while drive.controller.speculating:
+        drive.step(16)
+    del drive.chosen[:]
+    drive.run(16, 4000)
+    probes = [i for i, (asked, _, _) in enumerate(drive.chosen) if asked is not Asked.NONE]
+    pauses = [b - a for a, b in pairwise(probes) if b - a > 1]
+    assert len(pauses) > 4
+    assert pauses[0] < 0.5 * max(pauses)
+    assert max(pauses) * cpu(16, 16) < 30
+
+
+def test_a_load_that_does_not_last_is_not_probed() -> None:
+    """Drafts pay at none of these; at each of them alone there would be probes."""
+    place = world("cpu", BAD)
+    drive = Driver(place, place.controller())
+    drive.run(16, 300)
+    assert sum(drafted(drive, sequences, 40) for _ in range(12) for sequences in (16, 4)) == 0
+    assert drafted(drive, 4, 1000) > 0
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 16])

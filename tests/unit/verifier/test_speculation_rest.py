@@ -68,7 +68,7 @@ def test_one_step_in_sixteen_is_looked_at_and_all_time_counts(resting: Place) ->
 
 
 def test_what_is_of_another_kind_is_looked_at_at_once(resting: Place) -> None:
-    """One sequence fewer, one that steps in a fixed mode, a drafter that came."""
+    """Fewer sequences, one that steps in a fixed mode, a drafter that came."""
 
     def sleep() -> None:
         while not resting.step(ask=False):
@@ -84,3 +84,11 @@ def test_what_is_of_another_kind_is_looked_at_at_once(resting: Place) -> None:
     sleep()
     resting.planner.drafter_changed()
     assert resting.step(ask=False)
+
+
+def test_a_load_that_fell_is_looked_at_until_it_has_settled(resting: Place) -> None:
+    """What was decided for four sequences need not hold for one."""
+    del resting.sequences[1:]
+    looks = [resting.step(ask=False) for _ in range(24)]
+    assert all(looks[:8])
+    assert sum(looks) < 16
