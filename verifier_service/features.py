@@ -15,9 +15,8 @@ from tandem.errors import StartupError
 from tandem.kernels.kv_compaction import kv_compaction
 from tandem.kernels.rms_norm import rms_norm
 from tandem.layers.linear import Linear
-from tandem.native.library import Projection
 from verifier_service.models.target_config import TargetConfig
-from verifier_service.models.target_model import Features
+from verifier_service.models.target_model import Features, TapProjection
 
 
 def projection(weight: torch.Tensor, norm: torch.Tensor, eps: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -35,9 +34,7 @@ class FeatureProjection:
         target: TargetConfig,
         dtype: torch.dtype,
         device: torch.device,
-        make: Callable[
-            [torch.Tensor, torch.Tensor, float], Callable[[torch.Tensor], torch.Tensor] | Projection
-        ] = projection,
+        make: Callable[[torch.Tensor, torch.Tensor, float], TapProjection] = projection,
     ):
         """make: projection, or what does the same on the native path."""
         self.config = DraftConfig.load(draft_folder)
@@ -47,7 +44,6 @@ class FeatureProjection:
         weight = folder.tensor("fc.weight", (hidden, taps * target.hidden_size), dtype).to(device)
         norm = folder.tensor("hidden_norm.weight", (hidden,), dtype).to(device)
         self.apply = make(weight, norm, self.config.rms_norm_eps)
-        """[rows, taps * target hidden] to [rows, hidden]; or the native path's own."""
 
     def __call__(self, taps: torch.Tensor) -> torch.Tensor:
         """[rows, taps * target hidden] to [rows, hidden]; not on the native path."""

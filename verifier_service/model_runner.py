@@ -72,7 +72,7 @@ class ModelRunner:
             for s, first in zip(segments, _first_logits(segments), strict=True)
         ]
         self._moves = _moves(rows, verdicts, self._block_tokens)
-        self._move(self._moves, features)
+        self._move(self._moves)
         routing = torch.stack(computed.routing).cpu().numpy() if computed.routing else None
         fallback = NO_BUCKET if self.static else None
         return StepResult(verdicts, len(computed.hidden), forward_seconds, routing, fallback=fallback)
@@ -95,7 +95,7 @@ class ModelRunner:
                 verdicts.append(_prefilled(segment))
         self._moves = _moves(rows, verdicts, self._block_tokens)
         sampled = [i for i in range(len(rows)) if not greedy[i]]
-        static.move(_moves([rows[i] for i in sampled], [verdicts[i] for i in sampled], self._block_tokens))
+        self._move(_moves([rows[i] for i in sampled], [verdicts[i] for i in sampled], self._block_tokens))
         return StepResult(
             verdicts,
             bucket.rows,
@@ -135,11 +135,12 @@ class ModelRunner:
         computed = self._executor.forward(rows, features)
         return computed, self._executor.logits(computed.hidden, logit_rows)
 
-    def _move(self, moves: list[tuple[int, int]], features: Features | None) -> None:
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        """Copy keys, values and features between slots, (from, to)."""
         if moves:
             sources, targets = torch.tensor(moves).to(self._device).unbind(1)
             self._executor.move_slots(sources, targets)
-            if features:
+            if self._feature_pool.features:
                 self._feature_pool.move(sources, targets)
 
     def _together(self, rows: list[SegmentRows], logit_rows: list[int], compute: Callable[[], _Result]) -> _Result:

@@ -162,14 +162,6 @@ class StaticStep:
             fallback=ran.fallback,
         )
 
-    def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy keys, values and features between slots, (from, to), as the step itself does for greedy sequences."""
-        if moves:
-            sources, targets = torch.tensor(moves).to(self._device).unbind(1)
-            self._executor.move_slots(sources, targets)
-            if self._feature_pool:
-                self._feature_pool.move(sources, targets)
-
     def _read(self, bucket: Bucket, outputs: _Outputs) -> None:
         """Wait for the results."""
         if self._copied and self._decides:

@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -184,6 +184,11 @@ class Projection:
     """[out] fp32"""
     eps: float
 
+    @cached_property
+    def addresses(self) -> Any:
+        """Of the matrices, as every step hands them over."""
+        return (_Pointer * len(self.matrices))(*(matrix.handle for matrix in self.matrices))
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -251,8 +256,6 @@ class Decoder:
         rows, hidden = len(token_ids), self.sizes.hidden
         out = torch.empty(rows, hidden)
         tapped = torch.empty(rows, 0 if projection else len(tap_layers) * hidden, dtype=torch.bfloat16)
-        matrices = [matrix.handle for matrix in projection.matrices] if projection else []
-        projections = (_Pointer * len(matrices))(*matrices)
         # Locals, so that they live as long as the call.
         pools, layers = _addresses(kv), (_Int * len(tap_layers))(*tap_layers)
         step = _Step(
@@ -279,7 +282,7 @@ class Decoder:
             ctypes.addressof(layers),
             len(tap_layers),
             tapped.data_ptr() if tapped.numel() else None,
-            ctypes.addressof(projections),
+            ctypes.addressof(projection.addresses) if projection else None,
             projection.norm.data_ptr() if projection else None,
             projection.eps if projection else 0.0,
             features.data_ptr() if features is not None else None,

@@ -14,6 +14,10 @@ Attention = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 keys serve as values: value_dim is key_dim, and what lies behind the latent means nothing."""
 
 
+TapProjection = Callable[[torch.Tensor], torch.Tensor] | Projection
+"""Taps [rows, taps * hidden] to features [rows, out]; or what the native path does that with."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """A step as tensors. Rows of all segments lie flat, padding rows at the end."""
@@ -38,8 +42,7 @@ class Features:
 
     layers: tuple[int, ...]
     """Tapped: the residual stream after each of them, side by side, is what is projected."""
-    projection: Callable[[torch.Tensor], torch.Tensor] | Projection
-    """[rows, taps * hidden] to [rows, out]; or the native path's own."""
+    projection: TapProjection
     pool: torch.Tensor
     """[slots, out]"""
 

@@ -1,6 +1,6 @@
 """The native path computes the target: close to fp32 arithmetic on the same weights, features and KV included."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tandem.checkpoints.folder import CheckpointFolder
-from tandem.native.library import Projection
 from tests.fakes.random_targets import random_architecture
 from tests.unit.native.runners import native_model, round_weights
 from tests.unit.test_gguf_convert import run_convert, tiny_llama, weights_of, write_gguf
@@ -16,7 +15,7 @@ from tests.unit.verifier.steps import CPU
 from verifier_service.features import projection
 from verifier_service.models.loading import load_model
 from verifier_service.models.native_decoder import NativeDecoder
-from verifier_service.models.target_model import Features, TargetModel
+from verifier_service.models.target_model import Features, TapProjection, TargetModel
 from verifier_service.step import SegmentRows
 from verifier_service.step_executor import StepExecutor
 
@@ -31,7 +30,7 @@ def features_of(model: TargetModel) -> Features:
     weight = torch.randn(FEATURES, len(TAPS) * model.hidden_size, generator=random).bfloat16()
     norm = torch.rand(FEATURES, generator=random).bfloat16()
     if isinstance(model, NativeDecoder):
-        projected: Callable[[torch.Tensor], torch.Tensor] | Projection = model.projection(weight, norm, 1e-5)
+        projected: TapProjection = model.projection(weight, norm, 1e-5)
     else:
         projected = projection(weight.float(), norm.float(), 1e-5)
     return Features(TAPS, projected, torch.zeros(20 * 16, FEATURES, dtype=model.dtype))
