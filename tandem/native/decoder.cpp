@@ -98,27 +98,27 @@ void Decoder::forward(const Step& step) {
         std::vector<float> zeros(shape_.heads * shape_.head_dim);
         for (int row = plan_.real_rows(); row < step.rows; row++) attended_.set(row, 0, (int)zeros.size(), zeros.data());
     }
+    last_tap_ = -1;
     if (step.features) {
         for (int t = 0; t < step.tap_count; t++) tapped_.need(step.projections[t]->form());
         tapped_.resize(step.rows, shape_.hidden);
         grow(projected_, (size_t)step.rows * step.projections[0]->out());
+        first_tap_ = *std::min_element(step.taps, step.taps + step.tap_count);
+        last_tap_ = *std::max_element(step.taps, step.taps + step.tap_count);
     }
     const int phases = kPhasesPerLayer + (shape_.conv_taps ? kConvPhases : 0);
-    team_.run(2 + phases * shape_.layers + step.tap_count, [&](Team::Place& place) {
+    team_.run(3 + phases * shape_.layers, [&](Team::Place& place) {
         phase(place, kOther, step.rows, [&](int row) {
             if (step.token_ids) embedding_->row((int)step.token_ids[row], step.hidden + (size_t)row * shape_.hidden);
             normalise(step.hidden, layers_[0].input_norm, row, kept(row));
         });
         for (int i = 0; i < shape_.layers; i++) layer(place, i, step);
-        if (!step.features) return;
-        const int out = step.projections[0]->out();
-        phase(place, kOther, step.rows, [&](int row) {
-            const float* y = &projected_[(size_t)row * out];
-            const float factor = norm_factor(y, out, step.feature_eps);
-            uint16_t* to = step.features + (size_t)step.slots[row] * out;
-            for (int i = 0; i < out; i += kLanes)
-                store_bf16(to + i, load<Floats>(y + i) * factor * load<Floats>(step.feature_norm + i));
+        if (last_tap_ != shape_.layers - 1) return;
+        const int pairs = step.projections[0]->pairs(), tasks = tasks_of(pairs);
+        phase(place, kLinears, tasks, [&](int task) {
+            project(last_tap_, pairs * task / tasks, pairs * (task + 1) / tasks, step);
         });
+        phase(place, kOther, step.rows, [&](int row) { write_features(row, step); });
     });
 }
 
@@ -130,9 +130,12 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
 
     if (convs) convolve_input(place, w.attention_conv, step);
     const Matrix* const qkv[3] = {w.q, w.k, w.v};
-    const int qkv_pairs = w.q->pairs() + w.k->pairs() + w.v->pairs(), qkv_tasks = tasks_of(qkv_pairs);
-    phase(place, kLinears, qkv_tasks, [&](int task) {
-        const int begin = qkv_pairs * task / qkv_tasks, end = qkv_pairs * (task + 1) / qkv_tasks;
+    const int qkv_pairs = w.q->pairs() + w.k->pairs() + w.v->pairs();
+    // What the layer before adds to the features is made here: a phase of its own would cost more than its product.
+    const int pairs = qkv_pairs + (is_tapped(index - 1, step) ? step.projections[0]->pairs() : 0);
+    const int tasks = tasks_of(pairs);
+    phase(place, kLinears, tasks, [&](int task) {
+        const int begin = pairs * task / tasks, end = pairs * (task + 1) / tasks;
         int start = 0, column = 0;
         for (const Matrix* m : qkv) {
             const int from = std::max(begin - start, 0), to = std::min(end - start, m->pairs());
@@ -140,8 +143,12 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
             start += m->pairs();
             column += m->out();
         }
+        if (end > qkv_pairs) project(index - 1, std::max(begin - qkv_pairs, 0), end - qkv_pairs, step);
     });
-    phase(place, kOther, rows, [&](int row) { rotate(row, index, step); });
+    phase(place, kOther, rows, [&](int row) {
+        rotate(row, index, step);
+        if (index > 0 && index - 1 == last_tap_) write_features(row, step);
+    });
     phase(place, kAttention, plan_.tiles() * shape_.kv_heads, [&](int task) {
         const int tile = task / shape_.kv_heads;
         plan_.attend(tile, task % shape_.kv_heads, q_.data(), pool(step, index, plan_.first_row(tile)), attended_);
@@ -154,8 +161,7 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
 
     if (convs) convolve_input(place, w.mlp_conv, step);
     // Two blocks of gate and of up make 32 columns of the inner activations.
-    const int pairs = shape_.inner / kGroup;
-    phase(place, kLinears, pairs, [&](int pair) {
+    phase(place, kLinears, shape_.inner / kGroup, [&](int pair) {
         thread_local std::vector<float> buffer;
         if (buffer.size() < (size_t)rows * 2 * kGroup) buffer.resize((size_t)rows * 2 * kGroup);
         float *gate = buffer.data(), *up = gate + (size_t)rows * kGroup;
@@ -182,18 +188,30 @@ void Decoder::layer(Team::Place& place, int index, const Step& step) {
         }
         if (!last) normalise(step.hidden, layers_[index + 1].input_norm, row, kept(row));
     });
-    if (step.features) tap(place, index, step);
 }
 
-// What a layer adds to the features, if it is tapped: the rows in tapped_ times its matrix.
-void Decoder::tap(Team::Place& place, int index, const Step& step) {
-    bool first = true;
-    for (int t = 0; t < step.tap_count; t++) first = first && step.taps[t] >= index;
+bool Decoder::is_tapped(int layer, const Step& step) const {
+    return step.features && std::find(step.taps, step.taps + step.tap_count, layer) != step.taps + step.tap_count;
+}
+
+// The rows in tapped_ times a tapped layer's matrix, of its pairs [first, end), into what is projected so far.
+void Decoder::project(int layer, int first, int end, const Step& step) {
+    const int out = step.projections[0]->out();
+    bool add = layer != first_tap_;
     for (int t = 0; t < step.tap_count; t++) {
-        if (step.taps[t] != index) continue;
-        product(place, kLinears, *step.projections[t], tapped_, step.rows, projected_.data(), !first);
-        first = false;
+        if (step.taps[t] != layer) continue;
+        multiply(*step.projections[t], first, end, tapped_, step.rows, &projected_[first * 2 * kBlock], out, add);
+        add = true;
     }
+}
+
+void Decoder::write_features(int row, const Step& step) const {
+    const int out = step.projections[0]->out();
+    const float* y = &projected_[(size_t)row * out];
+    const float factor = norm_factor(y, out, step.feature_eps);
+    uint16_t* to = step.features + (size_t)step.slots[row] * out;
+    for (int i = 0; i < out; i += kLanes)
+        store_bf16(to + i, load<Floats>(y + i) * factor * load<Floats>(step.feature_norm + i));
 }
 
 // A sublayer's last product, into the residual stream, or to where its convolution reads it.

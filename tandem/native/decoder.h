@@ -79,7 +79,9 @@ class Decoder {
         Team::Place& place, Part part, const Matrix& m, const Activations& x, int rows, float* to, bool add);
     void layer(Team::Place& place, int index, const Step& step);
     void normalise(const float* x, const float* weight, int row, float* kept = nullptr);
-    void tap(Team::Place& place, int index, const Step& step);
+    bool is_tapped(int layer, const Step& step) const;
+    void project(int layer, int first, int end, const Step& step);
+    void write_features(int row, const Step& step) const;
     void add_product(Team::Place& place, const Matrix& m, const Activations& x, const Step& step);
     void convolve_input(Team::Place& place, const Conv& conv, const Step& step);
     void convolve_output(const Conv& conv, int row, const Step& step) const;
@@ -102,6 +104,7 @@ class Decoder {
     std::vector<float> entering_, leaving_;  // what is convolved: [rows, hidden]
     std::vector<float> kernels_;             // [rows, 2, taps, hidden / group]
     std::vector<float> projected_;           // [rows, out], on their way to features
+    int first_tap_ = -1, last_tap_ = -1;     // of the step's tapped layers, where it makes features
     std::array<double, kParts> seconds_{};
     double phase_end_ = 0;
 };

@@ -19,27 +19,26 @@ from verifier_service.models.target_model import Features, TapProjection, Target
 from verifier_service.step import SegmentRows
 from verifier_service.step_executor import StepExecutor
 
-TAPS = (1, 0)
 FEATURES = 48
 BLOCKS = [5, 2, 7, 1, 3, 4, 6, 8]
 BUSHY = [-1, 0, 0, 1, 1, 2]
 
 
-def features_of(model: TargetModel) -> Features:
+def features_of(model: TargetModel, taps: tuple[int, ...]) -> Features:
     random = torch.Generator().manual_seed(3)
-    weight = torch.randn(FEATURES, len(TAPS) * model.hidden_size, generator=random).bfloat16()
+    weight = torch.randn(FEATURES, len(taps) * model.hidden_size, generator=random).bfloat16()
     norm = torch.rand(FEATURES, generator=random).bfloat16()
     if isinstance(model, NativeDecoder):
         projected: TapProjection = model.projection(weight, norm, 1e-5)
     else:
         projected = projection(weight.float(), norm.float(), 1e-5)
-    return Features(TAPS, projected, torch.zeros(20 * 16, FEATURES, dtype=model.dtype))
+    return Features(taps, projected, torch.zeros(20 * 16, FEATURES, dtype=model.dtype))
 
 
-def steps(model: TargetModel, vocab: int) -> Iterator[list[torch.Tensor]]:
+def steps(model: TargetModel, vocab: int, taps: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
     """Logits, features, keys and values, [some, some] each, of prompts, a plain row, a tree beside another's chain."""
     executor = StepExecutor(model, 20, 16, CPU)
-    features = features_of(model)
+    features = features_of(model, taps)
     ids = torch.randint(0, vocab, (100,), generator=torch.Generator().manual_seed(7)).tolist()
     other = [9 + block for block in BLOCKS]
     for segments in (
@@ -55,10 +54,10 @@ def steps(model: TargetModel, vocab: int) -> Iterator[list[torch.Tensor]]:
         yield [part.float() for part in parts]
 
 
-def check(folder: Path, vocab: int, off: float) -> None:
+def check(folder: Path, vocab: int, off: float, taps: tuple[int, ...] = (1, 0)) -> None:
     """off: of the oracle's norm, row by row."""
     oracle = load_model(CheckpointFolder(folder), torch.float32, CPU)
-    for native, expected in zip(steps(native_model(folder), vocab), steps(oracle, vocab), strict=True):
+    for native, expected in zip(steps(native_model(folder), vocab, taps), steps(oracle, vocab, taps), strict=True):
         for ours, theirs in zip(native, expected, strict=True):
             errors = (ours - theirs).norm(dim=1) / theirs.norm(dim=1).clamp(min=1e-30)
             assert errors.max() <= off
@@ -71,6 +70,14 @@ def test_bf16_is_close_to_fp32_arithmetic(tmp_path: Path, kind: str) -> None:
     random_architecture(tmp_path, kind)
     round_weights(tmp_path)
     check(tmp_path, 512, 0.015)
+
+
+@pytest.mark.parametrize("taps", [(0,), (1,), (0, 0), (0, 1, 0)], ids=str)
+def test_features_of_any_layers(tmp_path: Path, taps: tuple[int, ...]) -> None:
+    """The last layer's tap is projected after it, others' beside the next layer's products; one may be named twice."""
+    random_architecture(tmp_path, "qwen3")
+    round_weights(tmp_path)
+    check(tmp_path, 512, 0.015, taps)
 
 
 def blocks_of(folder: Path, form: str, tied: bool) -> Path:
