@@ -118,12 +118,15 @@ def train(
     set_threads(config.threads)
     # Gradients of improbable tokens are tiny; as denormal numbers they would slow products down a hundredfold.
     torch.set_flush_denormal(True)
-    device = pick_device(config.device, "device")
-    held_out = held_out_answers(config, device)
-    trainer = Trainer(config, held_out, device)
-    trainer.run(stop, report)
-    trainer.export(config.output)
-    return trainer, held_out
+    try:
+        device = pick_device(config.device, "device")
+        held_out = held_out_answers(config, device)
+        trainer = Trainer(config, held_out, device)
+        trainer.run(stop, report)
+        trainer.export(config.output)
+        return trainer, held_out
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def measure_output(config: TrainConfig, answers: list[Answer], device: torch.device) -> list[Measured]:
