@@ -72,7 +72,7 @@ class Recorder:
                 charge(linear, name, LINEARS)
         wrap(DecoderModel, "forward", self._forward)
         charge(DecoderModel, "logits", LAYERS)
-        for name in ("forward", "logits"):
+        for name in ("forward", "forward_with_features", "logits"):
             wrap(NativeDecoder, name, self._native)
         for module, name in ((model_runner, "_decide"), (static_step, "argmax_rows"), (static_step, "walk_rows")):
             charge(module, name, SAMPLING)
