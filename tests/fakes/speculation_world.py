@@ -151,6 +151,8 @@ class Drive:
     """What every step with drafts takes longer, seconds, beside the wait and the step that are measured."""
     sampled: bool = False
     """Whether the sequences sample."""
+    first_id: int = 0
+    """Of the sequences, which are numbered from here on."""
     chosen: list[tuple[Asked, int, int]] = field(default_factory=list)
     """Per step: whom it asked, nodes asked for, nodes verified in all."""
 
@@ -167,14 +169,17 @@ class Drive:
         world, controller, rng, sampled = self.world, self.controller, self.world.random, self.sampled
         self.steps += 1
         speed = 1 + world.drift * math.sin(self.steps / 300)
-        order = controller.plan(DecodeLoad(n, n, 300.0, sampled=n if sampled else 0))
+        ids = tuple(range(self.first_id, self.first_id + n))
+        sorts = {"sampled": n, "sampled_ids": ids} if sampled else {"greedy_ids": ids}
+        order = controller.plan(DecodeLoad(n, n, 300.0, **sorts))
         asked = {Asked.NONE: 0, Asked.ONE: 1, Asked.ALL: n}[order.asked] if order.nodes else 0
         rows, waited, cycle, nodes = n, 0.0, 0.0, np.zeros(0, dtype=int)
         if asked:
             waited = world.draft_seconds(asked, order.nodes) + self.slower
             cycle = waited * speed * self._noise()
             picked = [rng.randrange(len(world.drafts)) for _ in range(asked)]
-            paths = Paths.of([world.drafts[i].truncated(order.nodes) for i in picked], [sampled] * asked)
+            drafts = [world.drafts[i].truncated(order.nodes) for i in picked]
+            paths = Paths.of(drafts, [sampled] * asked, ids[:asked])
             controller.observe_wait(asked, order.nodes, cycle, True)
             waited += self.hidden
             cycle += self.hidden * speed
@@ -189,12 +194,10 @@ class Drive:
             taken = [world.accepted(i, k) for i, k in zip(picked, nodes, strict=True)]
             drawn += int(sum(t.sum() for t in taken))
             emitted += sum(world.expected(i, k) for i, k in zip(picked, nodes, strict=True))
-            inside = np.arange(paths.cells.shape[1]) < nodes[:, None]
-            verified = paths.probabilities[inside], paths.cells[inside]
-            drafted = int((nodes > 0).sum())
-            controller.calibration.observe(
-                *verified, np.concatenate(taken), 0 if sampled else drafted, drafted if sampled else 0
-            )
+            verified = np.arange(paths.cells.shape[1]) < nodes[:, None]
+            accepted = np.zeros_like(verified)
+            accepted[verified] = np.concatenate(taken)
+            controller.observe_acceptance(paths, verified, accepted)
         controller.observe_cycle(n, n, n * 300.0, drawn, cycle + measured, order.asked is not Asked.NONE)
         self.chosen.append((order.asked, order.nodes, int(nodes.sum())))
         return emitted, waited + step

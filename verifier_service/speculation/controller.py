@@ -30,7 +30,7 @@ _LEAST_LOSS = 0.05
 _TURN_ON, _TURN_OFF = 1.015, 0.97
 """Gains over plain decoding from which drafts are asked for again, and below which no more. Between the two what is
 found out (the account) is better than what is estimated."""
-_REVIEW_STEPS, _MOST_REVIEW_STEPS = 16, 64
+_REVIEW_STEPS, _MOST_REVIEW_STEPS = 8, 64
 """Steps after which the decision to ask is taken anew; more and more while nothing changes."""
 _REVIEW_PAUSE = 4
 """Steps between two such decisions at least, however the load changes."""
@@ -91,6 +91,9 @@ class DecodeLoad:
     """Sequences that decode plainly in any case."""
     sampled: int = 0
     """Of `asking`, those that sample: their drafts are accepted less often."""
+    greedy_ids: tuple[int, ...] = ()
+    sampled_ids: tuple[int, ...] = ()
+    """Which sequences ask now; what their own drafts were worth says most of their next ones."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class SpeculationController:
         self._load = DecodeLoad(0, 0, 0.0)
         """What is decided for."""
         self._reviewed_for: tuple[int, ...] = ()
+        self._reviewed_ids: frozenset[int] = frozenset()
         self._lasting = (0, 0)
         """Size of the load and the step since which it is, within a factor of two or so."""
         self._until_review = 0
@@ -181,8 +185,8 @@ class SpeculationController:
             self._lasting = size_of(load.decoding), self._steps
         share = round(4 * load.sampled / load.asking)
         bucket = (size_of(load.asking), size_of(load.decoding), load.fixed, share)
-        moved = bucket != self._reviewed_for and self._until_review <= self._review_every - _REVIEW_PAUSE
-        if self._until_review <= 0 or moved:
+        moved = bucket != self._reviewed_for or self._has_new_texts(load)
+        if self._until_review <= 0 or (moved and self._until_review <= self._review_every - _REVIEW_PAUSE):
             self._review(load, bucket)
         if self._probe_left == 0:
             self._settle_probe()
@@ -246,7 +250,10 @@ class SpeculationController:
     def budget(self, paths: Paths, tokens: float, rows: int, sequences: int, context_tokens: float) -> Choice:
         """How many nodes of each of these drafts to verify in a step that has `rows` rows, `sequences` sequences and
         `tokens` expected tokens without them."""
-        gains = self.calibration.gains(paths.probabilities, paths.cells)[None]
+        whose = zip(paths.sampled.tolist(), paths.sequences.tolist(), strict=True)
+        trust = np.array([self._memories[sampled].trust(sequence) for sampled, sequence in whose])
+        gains = self.calibration.gains(paths.probabilities, paths.cells)
+        gains = np.minimum(1.0, gains * trust[:, None])[None]
         drafts, width = gains.shape[1:]
         seconds = self.steps.predict_up_to(rows, drafts * width, sequences, context_tokens, optimistic=True)
         if self.order.asked is Asked.ONE:
@@ -267,6 +274,18 @@ class SpeculationController:
             mine = auto & (paths.sampled == sampled)
             if mine.any():
                 memory.add(paths.only(mine), asked[mine])
+
+    def observe_acceptance(self, paths: Paths, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Which nodes of drafts were verified and which of those accepted: [drafts, nodes] bool each."""
+        used = verified.any(axis=1)
+        expected = (self.calibration.gains(paths.probabilities, paths.cells) * verified).sum(axis=1)
+        found = accepted.sum(axis=1)
+        for row in np.flatnonzero(used).tolist():
+            memory = self._memories[int(paths.sampled[row])]
+            memory.settle(int(paths.sequences[row]), float(expected[row]), int(found[row]))
+        sampled = int((used & paths.sampled).sum())
+        nodes = paths.probabilities[verified], paths.cells[verified], accepted[verified]
+        self.calibration.observe(*nodes, int(used.sum()) - sampled, sampled)
 
     def observe_step(self, rows: int, sequences: int, context_tokens: float, seconds: float) -> None:
         """A step without prefill took so long, waits not included."""
@@ -334,26 +353,36 @@ class SpeculationController:
         sampled, all_of_them = self._load.sampled, self._load.asking
         return [s for s, count in ((False, all_of_them - sampled), (True, sampled)) if 4 * count >= all_of_them]
 
-    def _recent_gains(self, groups: int, load: DecodeLoad, nodes: int) -> np.ndarray:
-        """[groups, load.asking, nodes] of recent drafts: of sequences such as the load's if there are any."""
-        parts = []
-        for sampled, count in ((False, load.asking - load.sampled), (True, load.sampled)):
-            like, other = self._memories[sampled], self._memories[not sampled]
-            parts.append((like if like.count else other).sample(groups, count, nodes, self.calibration))
-        return np.concatenate(parts, axis=1)
+    def _stand_ins(self, groups: int, load: DecodeLoad) -> list[tuple[DraftMemory, np.ndarray]]:
+        """Drafts for load.asking sequences, [groups, some] each: of such as the load's if there are any."""
+        sorts = (load.asking - load.sampled, load.greedy_ids), (load.sampled, load.sampled_ids)
+        found = []
+        for sampled, (count, ids) in enumerate(sorts):
+            like, other = self._memories[sampled], self._memories[1 - sampled]
+            memory = like if like.count else other
+            if count:
+                found.append((memory, memory.stand_ins(groups, count, ids)))
+        return found
+
+    def _has_new_texts(self, load: DecodeLoad) -> bool:
+        """Whether a quarter of the sequences came after the last review."""
+        ids = load.greedy_ids + load.sampled_ids
+        return 4 * sum(id not in self._reviewed_ids for id in ids) >= load.asking
 
     def _review(self, load: DecodeLoad, bucket: tuple[int, ...]) -> None:
         if not self.drafts.known or not any(memory.count for memory in self._memories):
             return
         before = self.speculating, self.outlook.nodes, self._reviewed_for
+        new_texts = self._has_new_texts(load)
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
+        self._reviewed_ids = frozenset(load.greedy_ids + load.sampled_ids)
         if self.informed:
             self._turn(self._account.open and self.outlook.gain > (_TURN_OFF if self.speculating else _TURN_ON))
             if self.speculating:
                 del self._in_vain[size_of(load.decoding)]
         if not self.informed:
             self._review_every = _REVIEW_PAUSE
-        elif before == (self.speculating, self.outlook.nodes, bucket):
+        elif before == (self.speculating, self.outlook.nodes, bucket) and not new_texts:
             self._review_every = min(2 * self._review_every, _MOST_REVIEW_STEPS)
         else:
             self._review_every = _REVIEW_STEPS
@@ -381,9 +410,10 @@ class SpeculationController:
         steps = rows, n * self._max_nodes, n + others, (n + others) * load.context
         thought, hoped = self.steps.predict_up_to(*steps), self.steps.predict_up_to(*steps, optimistic=True)
         deviation = self.calibration.deviation(False in self._sorts, True in self._sorts)
+        stand_ins = self._stand_ins(groups, load)
         best: Outlook | None = None
         for nodes in _node_counts(self._max_nodes):
-            gains = self._recent_gains(groups, load, nodes)
+            gains = np.concatenate([memory.gains(s, nodes, self.calibration) for memory, s in stand_ins], axis=1)
             waited = self.drafts.predict(n + load.fixed, nodes, drift)
             choice = choose(gains, tokens, hoped[: 1 + n * nodes], waited, plain_rate)
             emitted, stepped = float(choice.tokens.mean()), float(thought[choice.nodes.sum(axis=1)].mean())

@@ -15,6 +15,8 @@ _STEP_SPREAD = 0.15
 """How far a bucket may be off the curve measured at start, before anything is measured in it (log)."""
 _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD = 2.0, 0.5
 """The same two for drafts, whose curve is a guess."""
+_STEP_NOISE, _DRAFT_NOISE = 0.12, 0.15
+"""Of one measurement, relative. Drafts go to another process and back, which other work may hold up."""
 _SMALLEST_WAIT = 50e-6
 """Waits are compared by ratio: below this they count as this, seconds."""
 
@@ -59,7 +61,7 @@ class StepCosts:
 
     def __init__(self, curve: StepCurve):
         self._curve = curve
-        self._ratio = DriftingRatio(curve.capacities or _KNOTS, _LEVEL_SPREAD, _STEP_SPREAD)
+        self._ratio = DriftingRatio(curve.capacities or _KNOTS, _LEVEL_SPREAD, _STEP_SPREAD, _STEP_NOISE)
         self._tabulate(2 * curve.rows[-1])
 
     @property
@@ -122,7 +124,7 @@ class DraftCosts:
 
     def forget(self) -> None:
         """Another drafter."""
-        self._ratio = DriftingRatio([2.0**i for i in range(9)], _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD)
+        self._ratio = DriftingRatio([2.0**i for i in range(9)], _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD, _DRAFT_NOISE)
 
     @property
     def known(self) -> bool:

@@ -9,8 +9,6 @@ import numpy as np
 Place = tuple[int, int, float]
 """Where a point lies: the knots on both sides and how far it is to the right one, 0 to 1."""
 
-_NOISE = 0.12
-"""Of one measurement, as a standard deviation of logs: 0.12 is about 12 %."""
 _DRIFT = 0.01
 """What the level may move per measurement."""
 _WEAR = 0.005
@@ -19,7 +17,10 @@ correction of what is measured does not move, so that drift is the level's."""
 _LEVEL_SPREAD = 0.5
 """Most that is thought of the level's own uncertainty while nothing is measured."""
 _CHANGED = 3
-"""Measurements off by three deviations in a row that count as a change rather than as outliers."""
+"""Measurements off by three deviations, in a row and to the same side, that count as a change rather than as
+outliers."""
+_STRANGE = 8
+"""Distance of keys from which on the one says nothing of how sure the other's corrections are."""
 
 
 class DriftingRatio:
@@ -28,18 +29,21 @@ class DriftingRatio:
     The level follows the machine's drift within some ten measurements, so that whatever is measured keeps all
     predictions current; a correction says how one bucket differs from the others, and settles. A Kalman filter with a
     diagonal covariance: what is uncertain takes most of an error. Errors beyond three deviations are cut to one, unless
-    they come in a row.
+    they come in a row; then the smallest of them is believed.
     """
 
-    def __init__(self, knots: Sequence[float], level_spread: float, correction_spread: float):
+    def __init__(self, knots: Sequence[float], level_spread: float, correction_spread: float, noise: float):
         """knots: points between which corrections are interpolated linearly in log x.
 
-        Spreads: standard deviations of what level and corrections may be before anything is measured.
+        Spreads: standard deviations of what level and corrections may be before anything is measured; noise: of one
+        measurement (all of logs: 0.12 is about 12 %).
         """
         self._knots = [math.log(knot) for knot in knots]
+        self._noise = noise
         self._spread = correction_spread
         self._tables: dict[tuple[int, ...], tuple[list[float], list[float]]] = {}
-        self._outliers = 0
+        self._outliers: list[float] = []
+        """The latest errors, as far as each was beyond three deviations and to the same side."""
         self.count = 0
         """Measurements so far."""
         self.level = 0.0
@@ -83,16 +87,18 @@ class DriftingRatio:
             drifted = self._level_variance + age * _DRIFT**2
             self._level_variance = min(drifted, max(self._level_variance, _LEVEL_SPREAD**2))
         error = log_ratio - self.level - sum(w * values[i] for i, w in weights.items())
-        unexplained = sum(w * w * variances[i] for i, w in weights.items()) + _NOISE**2
+        unexplained = sum(w * w * variances[i] for i, w in weights.items()) + self._noise**2
         deviation = math.sqrt(self._level_variance + unexplained)
-        if abs(error) > 3 * deviation:
-            self._outliers += 1
-            if self._outliers < _CHANGED:
+        if abs(error) <= 3 * deviation:
+            self._outliers = []
+        else:
+            alike = [past for past in self._outliers if past * error > 0]
+            self._outliers = [*alike[1 - _CHANGED :], error]
+            if len(self._outliers) < _CHANGED:
                 error = math.copysign(deviation, error)
             else:
+                error = min(self._outliers, key=abs)
                 self._level_variance = error * error
-        else:
-            self._outliers = 0
         total = self._level_variance + unexplained
         for i, w in weights.items():
             gain = w * variances[i] / total
@@ -107,13 +113,16 @@ class DriftingRatio:
         self.count += 1
 
     def _table(self, key: tuple[int, ...]) -> tuple[list[float], list[float]]:
-        """Corrections and their variances; a new key starts from its nearest neighbour's, less sure of them."""
+        """Corrections and their variances. A new key starts from its nearest neighbour's, the less sure of them the
+        further it is."""
         table = self._tables.get(key)
         if table is None:
             values, variances = [0.0] * len(self._knots), [self._spread**2] * len(self._knots)
             if self._tables:
-                nearest = min(self._tables, key=lambda k: sum(abs(a - b) for a, b in zip(k, key, strict=True)))
+                distances = {k: sum(abs(a - b) for a, b in zip(k, key, strict=True)) for k in self._tables}
+                nearest = min(distances, key=distances.__getitem__)
                 values = self._tables[nearest][0].copy()
-                variances = [max(variance, self._spread**2 / 9) for variance in self._tables[nearest][1]]
+                least = self._spread**2 * min(1.0, distances[nearest] / _STRANGE)
+                variances = [max(variance, least) for variance in self._tables[nearest][1]]
             table = self._tables[key] = values, variances
         return table

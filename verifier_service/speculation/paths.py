@@ -1,6 +1,7 @@
 """Drafts as arrays: the probability of each node's path from the root, and how far that can be trusted."""
 
 import math
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,14 @@ _DEPTH_CELLS = (MAX_DEPTH + 1) * _BINS
 """Cells of greedy drafts, or of sampled ones, which come behind them."""
 _PRIOR = 4.0
 """Expected acceptances a ratio must rest on before it outweighs what it starts from."""
+_OWN_DRAFTS = 24
+"""Remembered of a sequence at most, so that one long text does not push out what is known of others."""
+_FOREIGN_DRAFTS = 8
+"""Own drafts of a sequence that count as much as all others' together."""
+_USUAL = 4.0
+"""Expected acceptances of a sequence that count as much as what is usual."""
+_FORGET_OWN = 0.98
+"""Weight of what a sequence accepted after one more draft of it."""
 _FORGET = 0.998
 """Weight of what is known after one more draft: a memory of 500 drafts."""
 
@@ -32,9 +41,11 @@ class Paths:
     """[drafts] int."""
     sampled: np.ndarray
     """[drafts] bool: whether the sequence samples: likely tokens are accepted less often where tokens are drawn."""
+    sequences: np.ndarray
+    """[drafts] int: whose they are."""
 
     @classmethod
-    def of(cls, drafts: Sequence[Draft], sampled: Sequence[bool]) -> "Paths":
+    def of(cls, drafts: Sequence[Draft], sampled: Sequence[bool], sequences: Sequence[int]) -> "Paths":
         lengths = np.array([len(draft) for draft in drafts])
         shape = len(drafts), int(lengths.max(initial=0))
         sums, depths = np.full(shape, -np.inf), np.zeros(shape, dtype=int)
@@ -45,7 +56,7 @@ class Paths:
         bins = np.minimum((probabilities * _BINS).astype(int), _BINS - 1)
         draws = np.array(sampled, dtype=bool)
         cells = np.minimum(depths, MAX_DEPTH) * _BINS + bins + draws[:, None] * _DEPTH_CELLS
-        return cls(probabilities, cells, lengths, draws)
+        return cls(probabilities, cells, lengths, draws, np.array(sequences, dtype=int))
 
     @classmethod
     def joined(cls, parts: Sequence["Paths"]) -> "Paths":
@@ -61,7 +72,8 @@ class Paths:
             probabilities[first : first + count, :width] = part.probabilities
             cells[first : first + count, :width] = part.cells
             first += count
-        return cls(probabilities, cells, lengths, np.concatenate([part.sampled for part in parts]))
+        sampled, sequences = (np.concatenate([getattr(p, name) for p in parts]) for name in ("sampled", "sequences"))
+        return cls(probabilities, cells, lengths, sampled, sequences)
 
     def only(self, chosen: np.ndarray) -> "Paths":
         """Of some of the drafts; chosen: [drafts] bool."""
@@ -69,7 +81,8 @@ class Paths:
             return self
         lengths = self.lengths[chosen]
         width = int(lengths.max(initial=0))
-        return Paths(self.probabilities[chosen, :width], self.cells[chosen, :width], lengths, self.sampled[chosen])
+        nodes = self.probabilities[chosen, :width], self.cells[chosen, :width]
+        return Paths(*nodes, lengths, self.sampled[chosen], self.sequences[chosen])
 
 
 def mass_by_depth(probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
@@ -120,28 +133,50 @@ class Calibration:
         return [float(a / e) for a, e in zip(accepted[1:], expected[1:], strict=True) if e > 0.01]
 
 
+class _Text:
+    """What is known of a sequence's drafts."""
+
+    def __init__(self, place: int):
+        self.place = place
+        """In DraftMemory's table of trust."""
+        self.slots: deque[int] = deque()
+        """The latest last."""
+        self.expected = self.accepted = _USUAL
+        """Tokens that verified nodes were expected to add, and did."""
+
+
 class DraftMemory:
-    """The last drafts, as a sample of what the next ones will be worth.
+    """The last drafts, as a sample of what the next ones will be worth: a sequence's own if it has some, since texts
+    differ, for others one of every sequence in turn. And how much of what its drafts promise a sequence accepts,
+    against what is usual.
 
     A draft that was asked for with fewer nodes than are of interest is extended by the mean ratio of successive gains
     that longer drafts had.
     """
 
-    SIZE = 128
+    SIZE = 256
 
     def __init__(self, max_nodes: int):
+        self._texts: OrderedDict[int, _Text] = OrderedDict()
+        """By sequence; the one that drafted last comes last."""
+        self._free_places = list(range(self.SIZE + 1))
+        self._trust = np.ones(self.SIZE + 1)
+        """[places of texts]"""
+        self._place_of = np.zeros(self.SIZE, dtype=int)
+        """[slots]: of the text that the draft is of."""
         self._probabilities = np.zeros((self.SIZE, max_nodes))
         self._cells = np.zeros((self.SIZE, max_nodes), dtype=int)
         self._cut_at = np.full(self.SIZE, max_nodes)
         self._ratio = np.full(max_nodes, 0.8)
         """[nodes] probability of node i relative to node i - 1's."""
         self.count = 0
+        """Drafts so far."""
+        self._used = 0
 
     def add(self, paths: Paths, asked: np.ndarray) -> None:
         """Drafts, and how many nodes each was asked for."""
         count, width = paths.probabilities.shape
-        slots = (self.count + np.arange(count)) % self.SIZE
-        self.count += count
+        slots = np.array([self._slot_for(sequence) for sequence in paths.sequences.tolist()])
         lengths = paths.lengths
         self._probabilities[slots] = 0.0
         self._probabilities[slots, :width] = paths.probabilities
@@ -157,10 +192,56 @@ class DraftMemory:
             known = self._ratio[1:widest]
             known += 0.05 * (np.minimum(1.0, total[1:] / np.maximum(total[:-1], 1e-9)) - known)
 
-    def sample(self, groups: int, sequences: int, nodes: int, calibration: Calibration) -> np.ndarray:
-        """[groups, sequences, nodes] calibrated gains of the latest drafts, repeated if there are too few."""
-        held = min(self.count, self.SIZE)
-        slots = (self.count - 1 - np.arange(groups * sequences) % held) % self.SIZE
+    def _slot_for(self, sequence: int) -> int:
+        """Where this sequence's next draft goes: a free slot, or its own oldest draft's if it has enough, or that of
+        whoever has not drafted for longest."""
+        self.count += 1
+        text = self._texts.get(sequence)
+        if text is None:
+            text = self._texts[sequence] = _Text(self._free_places.pop())
+            self._trust[text.place] = 1.0
+        self._texts.move_to_end(sequence)
+        if len(text.slots) == _OWN_DRAFTS:
+            slot = text.slots.popleft()
+        elif self._used < self.SIZE:
+            slot, self._used = self._used, self._used + 1
+        else:
+            longest_ago, other = next(iter(self._texts.items()))
+            slot = other.slots.popleft()
+            if not other.slots:
+                self._free_places.append(self._texts.pop(longest_ago).place)
+        text.slots.append(slot)
+        self._place_of[slot] = text.place
+        return slot
+
+    def settle(self, sequence: int, expected: float, accepted: int) -> None:
+        """Of a draft of this sequence nodes were verified that were expected to add so many tokens, and added these."""
+        if text := self._texts.get(sequence):
+            text.expected = _USUAL + _FORGET_OWN * (text.expected - _USUAL) + expected
+            text.accepted = _USUAL + _FORGET_OWN * (text.accepted - _USUAL) + accepted
+            self._trust[text.place] = text.accepted / text.expected
+
+    def trust(self, sequence: int) -> float:
+        """Of what its drafts promise, what it accepts, against what is usual."""
+        text = self._texts.get(sequence)
+        return text.accepted / text.expected if text else 1.0
+
+    def stand_ins(self, groups: int, count: int, sequences: Sequence[int]) -> np.ndarray:
+        """[groups, count] drafts that stand for the next ones of so many sequences, `sequences` among them."""
+        texts = [text.slots for text in reversed(self._texts.values())]
+        slots = np.resize(
+            [own[-1 - age] for age in range(_OWN_DRAFTS) for own in texts if len(own) > age], (groups, count)
+        )
+        for column, sequence in enumerate(sequences[:count]):
+            own = self._texts[sequence].slots if sequence in self._texts else ()
+            known = round(groups * len(own) / (len(own) + _FOREIGN_DRAFTS))
+            if known:
+                slots[:known, column] = np.resize(tuple(reversed(own)), known)
+        return slots
+
+    def gains(self, stand_ins: np.ndarray, nodes: int, calibration: Calibration) -> np.ndarray:
+        """[groups, sequences, nodes]: calibrated, of the first nodes of these drafts."""
+        slots = stand_ins.ravel()
         probabilities = self._probabilities[slots, :nodes]
         cut = self._cut_at[slots]
         if (cut < nodes).any():
@@ -168,5 +249,5 @@ class DraftMemory:
             last = probabilities[np.arange(len(slots)), np.minimum(cut, nodes) - 1]
             tail = last[:, None] * np.cumprod(steps, axis=1)
             probabilities = np.where(np.arange(nodes) >= cut[:, None], tail, probabilities)
-        gains = calibration.gains(probabilities, self._cells[slots, :nodes])
-        return gains.reshape(groups, sequences, nodes)
+        gains = calibration.gains(probabilities, self._cells[slots, :nodes]) * self._trust[self._place_of[slots], None]
+        return np.minimum(1.0, gains).reshape(*stand_ins.shape, nodes)

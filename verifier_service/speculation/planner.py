@@ -73,6 +73,8 @@ class SpeculationPlanner:
         self._rest_left = 0
         self._resting = 0
         """Size of the steps that go by unseen."""
+        self._latest = 0
+        """The youngest sequence of the last step that was looked at."""
 
     def orders(self, stepped: list[Sequence], running: list[Sequence]) -> dict[Sequence, DraftOrder]:
         """What to ask for now, of the sequences that just stepped."""
@@ -108,6 +110,7 @@ class SpeculationPlanner:
             self._next_cycle = _Cycle(len(awaited), bool(auto))
         if not orders and self._controller.at_rest:
             self._rest_left, self._resting = _REST_STEPS, size_of(len(stepped))
+            self._latest = max(s.id for s in stepped)
         return orders
 
     def budget(self, stepping: list[Sequence], prompt_rows: int) -> dict[Sequence, int]:
@@ -118,7 +121,7 @@ class SpeculationPlanner:
             return {}
         sequences, drafts = [s for s, _ in drafted], [d for _, d in drafted]
         nodes = {s: len(d) for s, d in drafted}
-        paths = Paths.of(drafts, [_samples(s) for s in sequences])
+        paths = Paths.of(drafts, [_samples(s) for s in sequences], [s.id for s in sequences])
         auto = np.array([s.request.speculation_mode is SpeculationMode.AUTO for s in sequences])
         asked = np.array([s.pending.max_nodes for s in sequences if s.pending])
         tokens = float(len(stepping))
@@ -198,7 +201,8 @@ class SpeculationPlanner:
             return False
         self._rest_left -= 1
         alike = all(s.request.speculation_mode is SpeculationMode.AUTO for s in stepped)
-        if alike and stepped and size_of(len(stepped)) == self._resting and self._drafting.pool:
+        known = 4 * sum(s.id > self._latest for s in stepped) < len(stepped)
+        if alike and known and size_of(len(stepped)) == self._resting and self._drafting.pool:
             return True
         self._rest_left = 0
         return False
@@ -222,6 +226,8 @@ class SpeculationPlanner:
             fixed_nodes=sum(self._limit(s) for s in fixed),
             undrafted=len(others) - len(fixed),
             sampled=sum(_samples(s) for s in asking),
+            greedy_ids=tuple(s.id for s in asking if not _samples(s)),
+            sampled_ids=tuple(s.id for s in asking if _samples(s)),
         )
 
     def _limit(self, sequence: Sequence) -> int:
@@ -259,12 +265,8 @@ class SpeculationPlanner:
             verified[row, :nodes] = True
             accepted[row, indices] = True
         if verified.any():
-            probabilities, cells = paths.probabilities[verified], paths.cells[verified]
-            used = verified.any(axis=1)
-            sampled = int((used & paths.sampled).sum())
-            calibration = self._controller.calibration
-            calibration.observe(probabilities, cells, accepted[verified], int(used.sum()) - sampled, sampled)
-            self._metrics.count_mass(mass_by_depth(probabilities, cells)[1:])
+            self._controller.observe_acceptance(paths, verified, accepted)
+            self._metrics.count_mass(mass_by_depth(paths.probabilities[verified], paths.cells[verified])[1:])
 
 
 def _samples(sequence: Sequence) -> bool:

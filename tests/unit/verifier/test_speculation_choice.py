@@ -67,7 +67,7 @@ def test_nothing_is_verified_below_plain_decodings_rate() -> None:
 def test_paths_are_sums_from_the_root(seed: int) -> None:
     rng = random.Random(seed)
     drafts = [random_draft(rng, rng.choice([0, 1, 5, 12])) for _ in range(rng.randint(1, 5))]
-    paths = Paths.of(drafts, [i % 2 == 1 for i in range(len(drafts))])
+    paths = Paths.of(drafts, [i % 2 == 1 for i in range(len(drafts))], range(len(drafts)))
     for row, draft in enumerate(drafts):
         found = paths.probabilities[row, : len(draft)]
         assert found == pytest.approx(np.exp(draft.path_log_probs()))
@@ -82,9 +82,9 @@ def test_a_calibration_comes_to_predict_what_is_accepted() -> None:
     calibration = Calibration()
     for step in range(300):
         index = step % len(world.drafts)
-        paths = Paths.of([world.drafts[index]], [False])
+        paths = Paths.of([world.drafts[index]], [False], [1])
         calibration.observe(paths.probabilities[0], paths.cells[0], world.accepted(index, MAX_NODES), 1, 0)
-    paths = Paths.of(world.drafts, [False] * len(world.drafts))
+    paths = Paths.of(world.drafts, [False] * len(world.drafts), range(len(world.drafts)))
     expected = sum(world.expected(i, MAX_NODES) for i in range(len(world.drafts)))
     assert calibration.gains(paths.probabilities, paths.cells).sum() == pytest.approx(expected, rel=0.15)
     depths = calibration.per_depth()
@@ -96,19 +96,19 @@ def test_sampled_sequences_are_calibrated_apart_from_greedy_ones() -> None:
     """What is seen of one sort is what the other starts from, and no more."""
     good, bad = World(dense_gpu, fast_drafter, truth=(0.9, 1.0)), World(dense_gpu, fast_drafter, truth=(0.3, 1.0))
     draft = good.drafts[:1]
-    greedy, sampled = Paths.of(draft, [False]), Paths.of(draft, [True])
+    greedy, sampled = Paths.of(draft, [False], [1]), Paths.of(draft, [True], [2])
     calibration = Calibration()
 
     def gain(paths: Paths) -> float:
         return float(calibration.gains(paths.probabilities, paths.cells).sum() / paths.probabilities.sum())
 
     for step in range(300):
-        paths = Paths.of([good.drafts[step % 256]], [False])
+        paths = Paths.of([good.drafts[step % 256]], [False], [1])
         calibration.observe(paths.probabilities[0], paths.cells[0], good.accepted(step % 256, MAX_NODES), 1, 0)
     assert gain(greedy) == pytest.approx(0.9, rel=0.15)
     assert gain(sampled) == pytest.approx(gain(greedy), rel=0.1)
     for step in range(300):
-        paths = Paths.of([bad.drafts[step % 256]], [True])
+        paths = Paths.of([bad.drafts[step % 256]], [True], [2])
         calibration.observe(paths.probabilities[0], paths.cells[0], bad.accepted(step % 256, MAX_NODES), 0, 1)
     assert gain(greedy) == pytest.approx(0.9, rel=0.15)
     assert gain(sampled) < 0.5 * gain(greedy)
@@ -123,24 +123,25 @@ def test_paths_joined_are_those_of_all_drafts_together(seed: int) -> None:
     sampled = [rng.random() < 0.5 for _ in drafts]
     cuts = sorted(rng.sample(range(1, 9), 3))
     spans = list(zip([0, *cuts], [*cuts, 9], strict=True))
-    joined = Paths.joined([Paths.of(drafts[a:b], sampled[a:b]) for a, b in spans])
-    together = Paths.of(drafts, sampled)
+    joined = Paths.joined([Paths.of(drafts[a:b], sampled[a:b], range(a, b)) for a, b in spans])
+    together = Paths.of(drafts, sampled, range(9))
     present = np.arange(together.cells.shape[1]) < together.lengths[:, None]
     assert np.array_equal(joined.probabilities, together.probabilities)
     assert np.array_equal(joined.cells[present], together.cells[present])
     assert np.array_equal(joined.lengths, together.lengths)
     assert np.array_equal(joined.sampled, together.sampled)
+    assert np.array_equal(joined.sequences, together.sequences)
 
 
 def test_nodes_that_were_not_asked_for_are_extrapolated_and_those_that_do_not_exist_are_not() -> None:
     memory, calibration = DraftMemory(4), Calibration()
-    short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])], [False])
+    short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])], [False], [1])
     memory.add(short, np.array([2]))
-    cut = memory.sample(1, 1, 4, calibration)[0, 0]
+    cut = memory.gains(memory.stand_ins(1, 1, [1]), 4, calibration)[0, 0]
     assert cut[:2] == pytest.approx([0.8, 0.4])
     assert cut[1] > cut[2] > cut[3] > 0
     memory.add(short, np.array([4]))
-    assert memory.sample(1, 1, 4, calibration)[0, 0] == pytest.approx([0.8, 0.4, 0, 0])
+    assert memory.gains(memory.stand_ins(1, 1, [1]), 4, calibration)[0, 0] == pytest.approx([0.8, 0.4, 0, 0])
 
 
 def test_a_decision_takes_well_under_a_millisecond_at_32_sequences() -> None:
@@ -151,8 +152,8 @@ def test_a_decision_takes_well_under_a_millisecond_at_32_sequences() -> None:
     for step in range(60):
         drafts = [draft.truncated(8) for draft in world.drafts[step : step + 32]]
         started = time.thread_time()
-        controller.plan(DecodeLoad(32, 32, 300.0))
-        paths = Paths.of(drafts, [False] * 32)
+        controller.plan(DecodeLoad(32, 32, 300.0, greedy_ids=tuple(range(32))))
+        paths = Paths.of(drafts, [False] * 32, range(32))
         controller.observe_drafts(paths, np.full(32, 8), np.ones(32, dtype=bool))
         controller.budget(paths, 32.0, 32, 32, 9600.0)
         took.append(time.thread_time() - started)
@@ -165,6 +166,52 @@ def test_drafts_that_propose_nothing_are_remembered_as_worth_nothing() -> None:
     """An n-gram drafter often has nothing to say: the mean over its drafts must not leave those out."""
     memory, calibration = DraftMemory(4), Calibration()
     empty, full = Draft([], [], []), Draft.block([1], [math.log(0.8)])
-    memory.add(Paths.of([empty, full, empty, empty], [False] * 4), np.full(4, 4))
-    memory.add(Paths.of([empty], [False]), np.full(1, 4))
-    assert memory.sample(5, 1, 4, calibration).sum() == pytest.approx(0.8)
+    memory.add(Paths.of([empty, full, empty, empty], [False] * 4, range(4)), np.full(4, 4))
+    memory.add(Paths.of([empty], [False], [4]), np.full(1, 4))
+    assert memory.gains(memory.stand_ins(5, 1, []), 4, calibration).sum() == pytest.approx(0.8)
+
+
+def worth(probability: float, sequence: int, count: int) -> Paths:
+    """Drafts of one node of a sequence."""
+    return Paths.of([Draft.block([1], [math.log(probability)])] * count, [False] * count, [sequence] * count)
+
+
+def test_a_sequence_is_judged_by_its_own_drafts_and_a_new_one_by_everybodys() -> None:
+    """Each text counts alike for a new one, however many drafts it had; a few of its own do not yet outweigh them."""
+    memory, calibration = DraftMemory(1), Calibration()
+    for paths in (worth(0.9, 1, 200), worth(0.5, 2, 24), worth(0.1, 3, 4)):
+        memory.add(paths, np.ones(len(paths.lengths), dtype=int))
+
+    def gain(sequence: int, groups: int = 8) -> float:
+        return float(memory.gains(memory.stand_ins(groups, 1, [sequence]), 1, calibration).mean())
+
+    assert gain(9, groups=3) == pytest.approx((0.9 + 0.5 + 0.1) / 3)
+    assert gain(1) > 0.7
+    assert gain(2) == pytest.approx(0.5, abs=0.1)
+    assert 0.1 < gain(3) < gain(9)
+
+
+def test_what_a_sequence_accepts_of_what_its_drafts_promise_counts_for_it() -> None:
+    memory, calibration = DraftMemory(1), Calibration()
+    for sequence in (1, 2):
+        memory.add(worth(0.8, sequence, 24), np.ones(24, dtype=int))
+    for _ in range(24):
+        memory.settle(1, 0.8, 0)
+        memory.settle(2, 0.8, 1)
+    own = [float(memory.gains(memory.stand_ins(1, 1, [s]), 1, calibration).mean()) for s in (1, 2)]
+    assert own[0] < 0.4 < 0.8 < own[1] <= 1.0
+    assert memory.trust(1) < 0.4
+    assert memory.trust(3) == 1.0
+
+
+def test_a_memory_that_is_full_forgets_who_has_not_drafted_for_longest() -> None:
+    """Many short texts, each with one draft: all places are taken again and again, none is lost."""
+    memory = DraftMemory(1)
+    for sequence in range(3 * DraftMemory.SIZE):
+        memory.add(worth(0.5, sequence, 1), np.ones(1, dtype=int))
+    held = memory.stand_ins(DraftMemory.SIZE, 1, [])
+    assert sorted(held.ravel()) == list(range(DraftMemory.SIZE))
+    memory.settle(0, 1.0, 0)
+    assert memory.trust(0) == 1.0
+    memory.settle(3 * DraftMemory.SIZE - 1, 1.0, 0)
+    assert memory.trust(3 * DraftMemory.SIZE - 1) < 1.0

@@ -167,12 +167,12 @@ def test_drafts_that_were_worth_little_are_asked_for_whole_again_when_they_are_w
         """One sequence, blocks with these probabilities, which are true; returns how many nodes were asked for last."""
         asked = 0
         for _ in range(steps):
-            order = controller.plan(DecodeLoad(1, 1, 300.0))
+            order = controller.plan(DecodeLoad(1, 1, 300.0, greedy_ids=(1,)))
             rows = 1
             if order.asked is Asked.ALL and order.nodes:
                 asked = order.nodes
                 block = Draft.block(list(range(len(probabilities))), [math.log(p) for p in probabilities])
-                paths = Paths.of([block.truncated(asked)], [False])
+                paths = Paths.of([block.truncated(asked)], [False], [1])
                 controller.observe_wait(1, asked, 0.003, True)
                 controller.observe_drafts(paths, np.array([asked]), np.array([True]))
                 (nodes,) = controller.budget(paths, 1.0, 1, 1, 300.0).nodes[0]
@@ -211,6 +211,23 @@ def test_what_sampled_sequences_teach_does_not_turn_it_off_for_greedy_ones() -> 
         drive.world, drive.sampled = greedy, False
         drive.run(1, 12 if seen else 200)
         assert drive.controller.speculating
+
+
+def test_a_new_text_is_judged_by_all_texts_and_then_by_itself() -> None:
+    """A text whose drafts do not pay is drafted for no longer than it takes to see that, and the next one at once."""
+    good, bad = world("cpu", GOOD, 1), world("cpu", BAD, 2)
+    drive = Driver(good, good.controller())
+    for drive.first_id in (0, 1, 2):
+        drive.run(1, 100)
+    for drive.first_id in (3, 5):
+        drive.world = bad
+        drive.run(1, 60)
+        assert not drive.controller.speculating
+        drive.world = good
+        drive.first_id += 1
+        drive.run(1, 12)
+        assert drive.controller.speculating
+        drive.run(1, 88)
 
 
 def test_drafts_of_fixed_modes_are_part_of_both_sides_of_the_comparison() -> None:

@@ -83,6 +83,27 @@ def test_draft_costs_take_their_scale_from_the_first_measurements_and_a_slowed_d
     assert drafts.predict(4, 8, 0.0) > 0.04
 
 
+def test_waits_that_are_off_to_both_sides_are_no_change() -> None:
+    """What is held up once comes early the next time: three such in a row say nothing of the fourth."""
+    drafts = DraftCosts()
+    for _ in range(50):
+        drafts.observe(1, 8, 0.002, 0.0, 1)
+    for seconds in (0.001, 0.004, 0.001, 0.004, 0.001):
+        drafts.observe(1, 8, seconds, 0.0, 1)
+        assert drafts.predict(1, 8, 0.0) == pytest.approx(0.002, rel=0.15)
+
+
+def test_drafts_for_many_sequences_say_little_of_what_one_costs() -> None:
+    """The guessed curve is wrong by half there: that is those numbers' own, not the machine's."""
+    drafts = DraftCosts()
+    for _ in range(100):
+        drafts.observe(1, 8, 0.0075, 0.0, 1)
+    for _ in range(20):
+        drafts.observe(16, 2, 0.045, 0.0, 1)
+    assert drafts.predict(16, 2, 0.0) == pytest.approx(0.045, rel=0.1)
+    assert drafts.predict(1, 8, 0.0) == pytest.approx(0.0075, rel=0.3)
+
+
 def limits(**changes: int) -> StepLimits:
     values = {"rows": 64, "sequences": 8, "kv_blocks": 257, "block_tokens": 16, "max_context": 512, **changes}
     return StepLimits(**values)

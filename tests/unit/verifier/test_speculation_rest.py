@@ -92,3 +92,11 @@ def test_a_load_that_fell_is_looked_at_until_it_has_settled(resting: Place) -> N
     looks = [resting.step(ask=False) for _ in range(24)]
     assert all(looks[:8])
     assert sum(looks) < 16
+
+
+def test_new_texts_are_looked_at_at_once_where_they_are_a_quarter(resting: Place) -> None:
+    while not resting.step(ask=False):
+        pass
+    assert not resting.step(ask=False)
+    resting.sequences[0] = decoding_sequence(11)
+    assert resting.step(ask=False)
