@@ -35,7 +35,7 @@ def features_of(model: TargetModel, taps: tuple[int, ...]) -> Features:
     return Features(taps, projected, torch.zeros(20 * 16, FEATURES, dtype=model.dtype))
 
 
-def steps(model: TargetModel, vocab: int, taps: tuple[int, ...]) -> Iterator[list[torch.Tensor]]:
+def steps(model: TargetModel, vocab: int, taps: tuple[int, ...] = (1, 0)) -> Iterator[list[torch.Tensor]]:
     """Logits, features, keys and values, [some, some] each, of prompts, a plain row, a tree beside another's chain."""
     executor = StepExecutor(model, 20, 16, CPU)
     features = features_of(model, taps)
