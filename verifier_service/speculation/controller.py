@@ -53,6 +53,11 @@ def size_of(sequences: int) -> int:
     return round(2 * math.log2(sequences))
 
 
+def are_many(new: int, sequences: int) -> bool:
+    """Whether so many new ones among these sequences, whose texts may be of another kind, ask for a look."""
+    return 4 * new >= sequences
+
+
 class Reason(Enum):
     """Why a step asked for drafts or did not."""
 
@@ -185,9 +190,11 @@ class SpeculationController:
             self._lasting = size_of(load.decoding), self._steps
         share = round(4 * load.sampled / load.asking)
         bucket = (size_of(load.asking), size_of(load.decoding), load.fixed, share)
-        moved = bucket != self._reviewed_for or self._has_new_texts(load)
+        ids = load.greedy_ids + load.sampled_ids
+        new_texts = are_many(sum(id not in self._reviewed_ids for id in ids), load.asking)
+        moved = bucket != self._reviewed_for or new_texts
         if self._until_review <= 0 or (moved and self._until_review <= self._review_every - _REVIEW_PAUSE):
-            self._review(load, bucket)
+            self._review(load, bucket, new_texts)
         if self._probe_left == 0:
             self._settle_probe()
             self._probe = self._due_probe(load)
@@ -252,8 +259,7 @@ class SpeculationController:
         `tokens` expected tokens without them."""
         whose = zip(paths.sampled.tolist(), paths.sequences.tolist(), strict=True)
         trust = np.array([self._memories[sampled].trust(sequence) for sampled, sequence in whose])
-        gains = self.calibration.gains(paths.probabilities, paths.cells)
-        gains = np.minimum(1.0, gains * trust[:, None])[None]
+        gains = self.calibration.gains(paths.probabilities, paths.cells, trust)[None]
         drafts, width = gains.shape[1:]
         seconds = self.steps.predict_up_to(rows, drafts * width, sequences, context_tokens, optimistic=True)
         if self.order.asked is Asked.ONE:
@@ -364,16 +370,10 @@ class SpeculationController:
                 found.append((memory, memory.stand_ins(groups, count, ids)))
         return found
 
-    def _has_new_texts(self, load: DecodeLoad) -> bool:
-        """Whether a quarter of the sequences came after the last review."""
-        ids = load.greedy_ids + load.sampled_ids
-        return 4 * sum(id not in self._reviewed_ids for id in ids) >= load.asking
-
-    def _review(self, load: DecodeLoad, bucket: tuple[int, ...]) -> None:
+    def _review(self, load: DecodeLoad, bucket: tuple[int, ...], new_texts: bool) -> None:
         if not self.drafts.known or not any(memory.count for memory in self._memories):
             return
         before = self.speculating, self.outlook.nodes, self._reviewed_for
-        new_texts = self._has_new_texts(load)
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
         self._reviewed_ids = frozenset(load.greedy_ids + load.sampled_ids)
         if self.informed:

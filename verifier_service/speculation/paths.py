@@ -3,7 +3,7 @@
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -103,9 +103,11 @@ class Calibration:
         """[expected or accepted, sampled or not, depth, bin]"""
         self._ratios = np.ones(2 * _DEPTH_CELLS)
 
-    def gains(self, probabilities: np.ndarray, cells: np.ndarray) -> np.ndarray:
-        """Calibrated probability that each node is accepted: the tokens it is expected to add."""
-        return np.minimum(1.0, probabilities * self._ratios[cells])
+    def gains(self, probabilities: np.ndarray, cells: np.ndarray, trust: np.ndarray | None = None) -> np.ndarray:
+        """Calibrated probability that each node is accepted: the tokens it is expected to add. trust: [drafts], what
+        their sequences accept against what is usual."""
+        usual = np.minimum(1.0, probabilities * self._ratios[cells])
+        return usual if trust is None else np.minimum(1.0, usual * trust[:, None])
 
     def observe(
         self, probabilities: np.ndarray, cells: np.ndarray, accepted: np.ndarray, greedy: int, sampled: int
@@ -133,16 +135,16 @@ class Calibration:
         return [float(a / e) for a, e in zip(accepted[1:], expected[1:], strict=True) if e > 0.01]
 
 
+@dataclass
 class _Text:
     """What is known of a sequence's drafts."""
 
-    def __init__(self, place: int):
-        self.place = place
-        """In DraftMemory's table of trust."""
-        self.slots: deque[int] = deque()
-        """The latest last."""
-        self.expected = self.accepted = _USUAL
-        """Tokens that verified nodes were expected to add, and did."""
+    slots: deque[int] = field(default_factory=deque)
+    """The latest last."""
+    expected: float = 0.0
+    """Tokens that verified nodes were to add; less of older drafts."""
+    accepted: float = 0.0
+    """What they did add."""
 
 
 class DraftMemory:
@@ -159,11 +161,8 @@ class DraftMemory:
     def __init__(self, max_nodes: int):
         self._texts: OrderedDict[int, _Text] = OrderedDict()
         """By sequence; the one that drafted last comes last."""
-        self._free_places = list(range(self.SIZE + 1))
-        self._trust = np.ones(self.SIZE + 1)
-        """[places of texts]"""
-        self._place_of = np.zeros(self.SIZE, dtype=int)
-        """[slots]: of the text that the draft is of."""
+        self._sequences = np.zeros(self.SIZE, dtype=int)
+        """[slots]: whose the draft is."""
         self._probabilities = np.zeros((self.SIZE, max_nodes))
         self._cells = np.zeros((self.SIZE, max_nodes), dtype=int)
         self._cut_at = np.full(self.SIZE, max_nodes)
@@ -196,10 +195,7 @@ class DraftMemory:
         """Where this sequence's next draft goes: a free slot, or its own oldest draft's if it has enough, or that of
         whoever has not drafted for longest."""
         self.count += 1
-        text = self._texts.get(sequence)
-        if text is None:
-            text = self._texts[sequence] = _Text(self._free_places.pop())
-            self._trust[text.place] = 1.0
+        text = self._texts.setdefault(sequence, _Text())
         self._texts.move_to_end(sequence)
         if len(text.slots) == _OWN_DRAFTS:
             slot = text.slots.popleft()
@@ -209,22 +205,21 @@ class DraftMemory:
             longest_ago, other = next(iter(self._texts.items()))
             slot = other.slots.popleft()
             if not other.slots:
-                self._free_places.append(self._texts.pop(longest_ago).place)
+                del self._texts[longest_ago]
         text.slots.append(slot)
-        self._place_of[slot] = text.place
+        self._sequences[slot] = sequence
         return slot
 
     def settle(self, sequence: int, expected: float, accepted: int) -> None:
         """Of a draft of this sequence nodes were verified that were expected to add so many tokens, and added these."""
         if text := self._texts.get(sequence):
-            text.expected = _USUAL + _FORGET_OWN * (text.expected - _USUAL) + expected
-            text.accepted = _USUAL + _FORGET_OWN * (text.accepted - _USUAL) + accepted
-            self._trust[text.place] = text.accepted / text.expected
+            text.expected = _FORGET_OWN * text.expected + expected
+            text.accepted = _FORGET_OWN * text.accepted + accepted
 
     def trust(self, sequence: int) -> float:
         """Of what its drafts promise, what it accepts, against what is usual."""
         text = self._texts.get(sequence)
-        return text.accepted / text.expected if text else 1.0
+        return (text.accepted + _USUAL) / (text.expected + _USUAL) if text else 1.0
 
     def stand_ins(self, groups: int, count: int, sequences: Sequence[int]) -> np.ndarray:
         """[groups, count] drafts that stand for the next ones of so many sequences, `sequences` among them."""
@@ -249,5 +244,5 @@ class DraftMemory:
             last = probabilities[np.arange(len(slots)), np.minimum(cut, nodes) - 1]
             tail = last[:, None] * np.cumprod(steps, axis=1)
             probabilities = np.where(np.arange(nodes) >= cut[:, None], tail, probabilities)
-        gains = calibration.gains(probabilities, self._cells[slots, :nodes]) * self._trust[self._place_of[slots], None]
-        return np.minimum(1.0, gains).reshape(*stand_ins.shape, nodes)
+        trust = np.array([self.trust(sequence) for sequence in self._sequences[slots].tolist()])
+        return calibration.gains(probabilities, self._cells[slots, :nodes], trust).reshape(*stand_ins.shape, nodes)

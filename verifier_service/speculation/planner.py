@@ -9,7 +9,7 @@ from tandem.speculation import DraftShape, SpeculationMode
 from verifier_service.drafting import Drafting, DraftOrder
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.sequence import PendingDraft, Sequence
-from verifier_service.speculation.controller import Asked, DecodeLoad, SpeculationController, size_of
+from verifier_service.speculation.controller import Asked, DecodeLoad, SpeculationController, are_many, size_of
 from verifier_service.speculation.paths import Paths, mass_by_depth
 from verifier_service.speculation.present import Present
 from verifier_service.step import Segment, Verdict
@@ -201,7 +201,7 @@ class SpeculationPlanner:
             return False
         self._rest_left -= 1
         alike = all(s.request.speculation_mode is SpeculationMode.AUTO for s in stepped)
-        known = 4 * sum(s.id > self._latest for s in stepped) < len(stepped)
+        known = not are_many(sum(s.id > self._latest for s in stepped), len(stepped))
         if alike and known and size_of(len(stepped)) == self._resting and self._drafting.pool:
             return True
         self._rest_left = 0
@@ -218,6 +218,7 @@ class SpeculationPlanner:
         others = [s for s in stepped if s.uncommitted == 1 and s.request.speculation_mode is not mode]
         fixed = [s for s in others if s.request.speculation_mode in _FIXED_SHAPES]
         auto = sum(s.request.speculation_mode is mode for s in decoding)
+        sampled_ids = tuple(s.id for s in asking if _samples(s))
         return DecodeLoad(
             asking=len(asking),
             decoding=max(auto, len(asking)),
@@ -225,9 +226,9 @@ class SpeculationPlanner:
             fixed=len(fixed),
             fixed_nodes=sum(self._limit(s) for s in fixed),
             undrafted=len(others) - len(fixed),
-            sampled=sum(_samples(s) for s in asking),
+            sampled=len(sampled_ids),
             greedy_ids=tuple(s.id for s in asking if not _samples(s)),
-            sampled_ids=tuple(s.id for s in asking if _samples(s)),
+            sampled_ids=sampled_ids,
         )
 
     def _limit(self, sequence: Sequence) -> int:
