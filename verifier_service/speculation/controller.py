@@ -27,7 +27,7 @@ _MOST_PROBE_CYCLES = 4
 """Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
-_TURN_ON, _TURN_OFF = 1.015, 0.97
+_TURN_ON, _TURN_OFF = 1.015, 0.95
 """Gains over plain decoding from which drafts are asked for again, and below which no more. Between the two what is
 found out (the account) is better than what is estimated."""
 _REVIEW_STEPS, _MOST_REVIEW_STEPS = 8, 64
@@ -335,12 +335,12 @@ class SpeculationController:
         age = max(1, self._steps - self._drafts_seen[1])
         self._drafts_seen = self._busy, self._steps
         if measured:
-            if not 0.5 < seconds / self.drafts.predict(sequences, nodes, self.steps.drift) < 2:
+            self.drafts.observe(sequences, nodes, seconds, self.steps.drift, age)
+            if self.drafts.surprised:
                 self._until_review = 0
                 # A probe goes on until its surprise is either believed or contradicted.
                 if self._probe and self._probe.reason is Reason.PROBING_DRAFTS:
                     self._probe_left = max(1, self._probe_left)
-            self.drafts.observe(sequences, nodes, seconds, self.steps.drift, age)
 
     def _count(self, seconds: float, plain: bool) -> None:
         self._steps += 1

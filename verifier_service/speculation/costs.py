@@ -13,9 +13,9 @@ _LEVEL_SPREAD = 0.3
 """How far all steps may be off it together, the handling of tokens included, which is not measured at start."""
 _STEP_SPREAD = 0.15
 """How far a bucket may be off the curve measured at start, before anything is measured in it (log)."""
-_DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD = 2.0, 0.5
+_DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD = 2.0, 0.3
 """The same two for drafts, whose curve is a guess."""
-_STEP_NOISE, _DRAFT_NOISE = 0.12, 0.15
+_STEP_NOISE, _DRAFT_NOISE = 0.12, 0.2
 """Of one measurement, relative. Drafts go to another process and back, which other work may hold up."""
 _SMALLEST_WAIT = 50e-6
 """Waits are compared by ratio: below this they count as this, seconds."""
@@ -116,7 +116,8 @@ class DraftCosts:
     """Predicted seconds a step waits for its drafts: sending features and requests, drafting, receiving.
 
     Where drafting overlaps with other sequences' steps this is the rest that does not. In units of the machine's
-    drift, which drafter and verifier share where they share cores. The first measurement sets the scale.
+    drift, which drafter and verifier share where they share cores. What the second takes sets the scale: a drafter's
+    first round takes several times as long.
     """
 
     def __init__(self) -> None:
@@ -124,11 +125,17 @@ class DraftCosts:
 
     def forget(self) -> None:
         """Another drafter."""
-        self._ratio = DriftingRatio([2.0**i for i in range(9)], _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD, _DRAFT_NOISE)
+        self._cold = True
+        self._ratio = DriftingRatio([2.0, 32.0], _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD, _DRAFT_NOISE)
 
     @property
     def known(self) -> bool:
         return self._ratio.count >= 3
+
+    @property
+    def surprised(self) -> bool:
+        """Whether the last measurement was far off."""
+        return self._ratio.surprised
 
     def predict(self, sequences: int, nodes: int, drift: float) -> float:
         """Seconds for a draft of so many nodes for each of so many sequences."""
@@ -140,6 +147,9 @@ class DraftCosts:
 
     def observe(self, sequences: int, nodes: int, seconds: float, drift: float, age: int) -> None:
         """A step waited so long for drafts, `age` steps after the last that did."""
+        if self._cold:
+            self._cold = False
+            return
         ratio = math.log(max(seconds, _SMALLEST_WAIT) / _draft_curve(sequences, nodes)) - drift
         self._ratio.update(_draft_key(sequences), self._ratio.place(nodes), ratio, age)
 
@@ -149,8 +159,8 @@ class DraftCosts:
 
 
 def _draft_curve(sequences: int, nodes: int) -> float:
-    """The shape drafting costs are thought to have before they are measured: flat, then by rows."""
-    return 1e-3 * (1 + sequences * (1 + nodes) / 32)
+    """The shape drafting costs are thought to have before they are measured: rounds, then sequences, hardly nodes."""
+    return 1e-3 * (1 + sequences * (1 + nodes / 64) / 4)
 
 
 def _draft_key(sequences: int) -> tuple[int, ...]:

@@ -49,6 +49,12 @@ class DriftingRatio:
         self.level = 0.0
         self._level_variance = level_spread**2
 
+    @property
+    def surprised(self) -> bool:
+        """Whether the last measurement was beyond three deviations: an outlier, or a change that was believed or may
+        be."""
+        return bool(self._outliers)
+
     def place(self, x: float) -> Place:
         """Where x lies."""
         knots, at = self._knots, math.log(x)

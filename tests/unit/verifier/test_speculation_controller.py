@@ -36,7 +36,7 @@ def test_auto_is_never_slower(name: str, text: tuple[tuple[float, float], float]
     """At least 0.97 of the best fixed number of nodes and 0.98 of plain decoding once it has learned (medians): under
     noise, outliers, drift of the machine and a start-up curve that is off."""
     against_best, against_off = [], []
-    for seed in range(1, 6):
+    for seed in range(1, 16):
         place = world(name, text, 100 * seed + concurrency)
         drive = Driver(place, place.controller())
         drive.run(concurrency, 150)
@@ -113,7 +113,9 @@ def test_a_load_that_does_not_last_is_not_probed() -> None:
     place = world("cpu", BAD)
     drive = Driver(place, place.controller())
     drive.run(16, 300)
-    assert sum(drafted(drive, sequences, 40) for _ in range(12) for sequences in (16, 4)) == 0
+    for sequences in (4, 16):  # a probe may just have been due at the load that did last
+        drive.run(sequences, 40)
+    assert sum(drafted(drive, sequences, 40) for _ in range(12) for sequences in (4, 16)) == 0
     assert drafted(drive, 4, 1000) > 0
 
 
