@@ -9,7 +9,7 @@ from enum import Enum
 import numpy as np
 
 from verifier_service.speculation.account import LossAccount
-from verifier_service.speculation.choice import Choice, choose
+from verifier_service.speculation.choice import Choice, best_counts, choose
 from verifier_service.speculation.costs import DraftCosts, StepCosts
 from verifier_service.speculation.paths import Calibration, DraftMemory, Paths
 
@@ -359,21 +359,22 @@ class SpeculationController:
         sampled, all_of_them = self._load.sampled, self._load.asking
         return [s for s, count in ((False, all_of_them - sampled), (True, sampled)) if 4 * count >= all_of_them]
 
-    def _stand_ins(self, groups: int, load: DecodeLoad) -> list[tuple[DraftMemory, np.ndarray]]:
-        """Drafts for load.asking sequences, [groups, some] each: of such as the load's if there are any."""
+    def _stand_ins(self, groups: int, load: DecodeLoad) -> np.ndarray:
+        """[groups, load.asking, nodes]: gains of drafts that stand for the next ones of these sequences, drafts of such
+        as the load's if there are any."""
         sorts = (load.asking - load.sampled, load.greedy_ids), (load.sampled, load.sampled_ids)
         found = []
         for sampled, (count, ids) in enumerate(sorts):
             like, other = self._memories[sampled], self._memories[1 - sampled]
             memory = like if like.count else other
             if count:
-                found.append((memory, memory.stand_ins(groups, count, ids)))
-        return found
+                found.append(memory.gains(memory.stand_ins(groups, count, ids), self.calibration))
+        return np.concatenate(found, axis=1)
 
     def _review(self, load: DecodeLoad, bucket: tuple[int, ...], new_texts: bool) -> None:
         if not self.drafts.known or not any(memory.count for memory in self._memories):
             return
-        before = self.speculating, self.outlook.nodes, self._reviewed_for
+        before = self._stance
         self.outlook, self._reviewed_for = self._look_ahead(load), bucket
         self._reviewed_ids = frozenset(load.greedy_ids + load.sampled_ids)
         if self.informed:
@@ -382,11 +383,16 @@ class SpeculationController:
                 del self._in_vain[size_of(load.decoding)]
         if not self.informed:
             self._review_every = _REVIEW_PAUSE
-        elif before == (self.speculating, self.outlook.nodes, bucket) and not new_texts:
+        elif before == self._stance and not (new_texts and self.speculating):
             self._review_every = min(2 * self._review_every, _MOST_REVIEW_STEPS)
         else:
             self._review_every = _REVIEW_STEPS
         self._until_review = self._review_every
+
+    @property
+    def _stance(self) -> tuple[int, tuple[int, ...]]:
+        """What a review may change: nodes, 0 where no drafts are asked for, and for which load."""
+        return self.outlook.nodes if self.speculating else 0, self._reviewed_for
 
     def _turn(self, on: bool) -> None:
         if on != self.speculating:
@@ -410,13 +416,12 @@ class SpeculationController:
         steps = rows, n * self._max_nodes, n + others, (n + others) * load.context
         thought, hoped = self.steps.predict_up_to(*steps), self.steps.predict_up_to(*steps, optimistic=True)
         deviation = self.calibration.deviation(False in self._sorts, True in self._sorts)
-        stand_ins = self._stand_ins(groups, load)
+        gains = self._stand_ins(groups, load)
         best: Outlook | None = None
         for nodes in _node_counts(self._max_nodes):
-            gains = np.concatenate([memory.gains(s, nodes, self.calibration) for memory, s in stand_ins], axis=1)
             waited = self.drafts.predict(n + load.fixed, nodes, drift)
-            choice = choose(gains, tokens, hoped[: 1 + n * nodes], waited, plain_rate)
-            emitted, stepped = float(choice.tokens.mean()), float(thought[choice.nodes.sum(axis=1)].mean())
+            choice = best_counts(gains[:, :, :nodes], tokens, hoped[: 1 + n * nodes], waited, plain_rate)
+            emitted, stepped = float(choice.tokens.mean()), float(thought[choice.counts].mean())
             hoped_tokens = emitted + deviation * (emitted - tokens)
             lucky = self.drafts.optimistic(n + load.fixed, nodes, drift)
             outlook = Outlook(

@@ -234,15 +234,16 @@ class DraftMemory:
                 slots[:known, column] = np.resize(tuple(reversed(own)), known)
         return slots
 
-    def gains(self, stand_ins: np.ndarray, nodes: int, calibration: Calibration) -> np.ndarray:
-        """[groups, sequences, nodes]: calibrated, of the first nodes of these drafts."""
+    def gains(self, stand_ins: np.ndarray, calibration: Calibration) -> np.ndarray:
+        """[groups, sequences, nodes]: calibrated, of the nodes of these drafts."""
         slots = stand_ins.ravel()
-        probabilities = self._probabilities[slots, :nodes]
-        cut = self._cut_at[slots]
-        if (cut < nodes).any():
-            steps = np.where(np.arange(nodes) >= cut[:, None], self._ratio[:nodes], 1.0)
-            last = probabilities[np.arange(len(slots)), np.minimum(cut, nodes) - 1]
-            tail = last[:, None] * np.cumprod(steps, axis=1)
-            probabilities = np.where(np.arange(nodes) >= cut[:, None], tail, probabilities)
-        trust = np.array([self.trust(sequence) for sequence in self._sequences[slots].tolist()])
-        return calibration.gains(probabilities, self._cells[slots, :nodes], trust).reshape(*stand_ins.shape, nodes)
+        probabilities, cut = self._probabilities[slots], self._cut_at[slots]
+        nodes = np.arange(probabilities.shape[1])
+        if (cut < len(nodes)).any():
+            beyond = nodes >= cut[:, None]
+            last = probabilities[np.arange(len(slots)), cut - 1]
+            tail = last[:, None] * np.cumprod(np.where(beyond, self._ratio, 1.0), axis=1)
+            probabilities = np.where(beyond, tail, probabilities)
+        trust = {sequence: self.trust(sequence) for sequence in set(self._sequences[slots].tolist())}
+        trusts = np.array([trust[sequence] for sequence in self._sequences[slots].tolist()])
+        return calibration.gains(probabilities, self._cells[slots], trusts).reshape(*stand_ins.shape, -1)

@@ -137,11 +137,11 @@ def test_nodes_that_were_not_asked_for_are_extrapolated_and_those_that_do_not_ex
     memory, calibration = DraftMemory(4), Calibration()
     short = Paths.of([Draft.block([1, 2], [math.log(0.8), math.log(0.5)])], [False], [1])
     memory.add(short, np.array([2]))
-    cut = memory.gains(memory.stand_ins(1, 1, [1]), 4, calibration)[0, 0]
+    cut = memory.gains(memory.stand_ins(1, 1, [1]), calibration)[0, 0]
     assert cut[:2] == pytest.approx([0.8, 0.4])
     assert cut[1] > cut[2] > cut[3] > 0
     memory.add(short, np.array([4]))
-    assert memory.gains(memory.stand_ins(1, 1, [1]), 4, calibration)[0, 0] == pytest.approx([0.8, 0.4, 0, 0])
+    assert memory.gains(memory.stand_ins(1, 1, [1]), calibration)[0, 0] == pytest.approx([0.8, 0.4, 0, 0])
 
 
 def test_a_decision_takes_well_under_a_millisecond_at_32_sequences() -> None:
@@ -168,7 +168,7 @@ def test_drafts_that_propose_nothing_are_remembered_as_worth_nothing() -> None:
     empty, full = Draft([], [], []), Draft.block([1], [math.log(0.8)])
     memory.add(Paths.of([empty, full, empty, empty], [False] * 4, range(4)), np.full(4, 4))
     memory.add(Paths.of([empty], [False], [4]), np.full(1, 4))
-    assert memory.gains(memory.stand_ins(5, 1, []), 4, calibration).sum() == pytest.approx(0.8)
+    assert memory.gains(memory.stand_ins(5, 1, []), calibration).sum() == pytest.approx(0.8)
 
 
 def worth(probability: float, sequence: int, count: int) -> Paths:
@@ -183,7 +183,7 @@ def test_a_sequence_is_judged_by_its_own_drafts_and_a_new_one_by_everybodys() ->
         memory.add(paths, np.ones(len(paths.lengths), dtype=int))
 
     def gain(sequence: int, groups: int = 8) -> float:
-        return float(memory.gains(memory.stand_ins(groups, 1, [sequence]), 1, calibration).mean())
+        return float(memory.gains(memory.stand_ins(groups, 1, [sequence]), calibration).mean())
 
     assert gain(9, groups=3) == pytest.approx((0.9 + 0.5 + 0.1) / 3)
     assert gain(1) > 0.7
@@ -198,7 +198,7 @@ def test_what_a_sequence_accepts_of_what_its_drafts_promise_counts_for_it() -> N
     for _ in range(24):
         memory.settle(1, 0.8, 0)
         memory.settle(2, 0.8, 1)
-    own = [float(memory.gains(memory.stand_ins(1, 1, [s]), 1, calibration).mean()) for s in (1, 2)]
+    own = [float(memory.gains(memory.stand_ins(1, 1, [s]), calibration).mean()) for s in (1, 2)]
     assert own[0] < 0.4 < 0.8 < own[1] <= 1.0
     assert memory.trust(1) < 0.4
     assert memory.trust(3) == 1.0
