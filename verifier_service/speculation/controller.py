@@ -27,7 +27,7 @@ _MOST_PROBE_CYCLES = 4
 """Drafted cycles that a probe may be said to have cost: more was something else."""
 _LEAST_LOSS = 0.05
 """Of a probe's time that is thought lost at least."""
-_TURN_ON, _TURN_OFF = 1.015, 0.95
+_TURN_ON, _TURN_OFF = 1.015, 0.96
 """Gains over plain decoding from which drafts are asked for again, and below which no more. Between the two what is
 found out (the account) is better than what is estimated."""
 _REVIEW_STEPS, _MOST_REVIEW_STEPS = 8, 64
