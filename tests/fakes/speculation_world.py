@@ -61,10 +61,6 @@ class World:
     """Mean probability of the best candidate."""
     noise: float = 0.1
     """Of measured times, relative."""
-    draft_noise: float = 0.1
-    """The same, of waits for drafts."""
-    cold: float = 1.0
-    """How much longer a drafter's first round takes than others."""
     drift: float = 0.3
     """Largest slow change of the machine's speed."""
     start_error: float = 0.08
@@ -149,8 +145,6 @@ class Drive:
     world: World
     controller: SpeculationController
     steps: int = 0
-    rounds: int = 0
-    """Of drafts."""
     slower: float = 0.0
     """Added to every round of drafts, seconds."""
     hidden: float = 0.0
@@ -182,9 +176,7 @@ class Drive:
         rows, waited, cycle, nodes = n, 0.0, 0.0, np.zeros(0, dtype=int)
         if asked:
             waited = world.draft_seconds(asked, order.nodes) + self.slower
-            cold = world.cold if not self.rounds else 1.0
-            self.rounds += 1
-            cycle = waited * speed * cold * self._noise(world.draft_noise)
+            cycle = waited * speed * self._noise()
             picked = [rng.randrange(len(world.drafts)) for _ in range(asked)]
             drafts = [world.drafts[i].truncated(order.nodes) for i in picked]
             paths = Paths.of(drafts, [sampled] * asked, ids[:asked])
@@ -195,7 +187,7 @@ class Drive:
             nodes = controller.budget(paths, n, n, n, n * 300.0).nodes[0]
             rows += int(nodes.sum())
         step = world.step_seconds(rows, n)
-        measured = step * speed * self._noise(world.noise)
+        measured = step * speed * self._noise()
         controller.observe_step(rows, n, n * 300.0, measured)
         emitted, drawn = float(n), n
         if nodes.any():
@@ -210,7 +202,7 @@ class Drive:
         self.chosen.append((order.asked, order.nodes, int(nodes.sum())))
         return emitted, waited + step
 
-    def _noise(self, deviation: float) -> float:
+    def _noise(self) -> float:
         rng = self.world.random
         slow = 3.0 if rng.random() < 0.01 else 1.0
-        return slow * math.exp(rng.gauss(0, deviation))
+        return slow * math.exp(rng.gauss(0, self.world.noise))

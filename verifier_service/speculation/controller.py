@@ -359,7 +359,7 @@ class SpeculationController:
         sampled, all_of_them = self._load.sampled, self._load.asking
         return [s for s, count in ((False, all_of_them - sampled), (True, sampled)) if 4 * count >= all_of_them]
 
-    def _stand_ins(self, groups: int, load: DecodeLoad) -> np.ndarray:
+    def _likely_gains(self, groups: int, load: DecodeLoad) -> np.ndarray:
         """[groups, load.asking, nodes]: gains of drafts that stand for the next ones of these sequences, drafts of such
         as the load's if there are any."""
         sorts = (load.asking - load.sampled, load.greedy_ids), (load.sampled, load.sampled_ids)
@@ -416,7 +416,7 @@ class SpeculationController:
         steps = rows, n * self._max_nodes, n + others, (n + others) * load.context
         thought, hoped = self.steps.predict_up_to(*steps), self.steps.predict_up_to(*steps, optimistic=True)
         deviation = self.calibration.deviation(False in self._sorts, True in self._sorts)
-        gains = self._stand_ins(groups, load)
+        gains = self._likely_gains(groups, load)
         best: Outlook | None = None
         for nodes in _node_counts(self._max_nodes):
             waited = self.drafts.predict(n + load.fixed, nodes, drift)

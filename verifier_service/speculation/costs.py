@@ -9,6 +9,8 @@ from verifier_service.speculation.estimates import DriftingRatio, Place
 
 _KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows at which steps that are not captured are corrected."""
+_DRAFT_KNOTS = (2, 32)
+"""Nodes at which drafts are corrected: few, since what is not asked for keeps a correction that nothing checks."""
 _LEVEL_SPREAD = 0.3
 """How far all steps may be off it together, the handling of tokens included, which is not measured at start."""
 _STEP_SPREAD = 0.15
@@ -126,7 +128,7 @@ class DraftCosts:
     def forget(self) -> None:
         """Another drafter."""
         self._cold = True
-        self._ratio = DriftingRatio([2.0, 32.0], _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD, _DRAFT_NOISE)
+        self._ratio = DriftingRatio(_DRAFT_KNOTS, _DRAFT_LEVEL_SPREAD, _DRAFT_SPREAD, _DRAFT_NOISE)
 
     @property
     def known(self) -> bool:

@@ -70,6 +70,28 @@ def test_what_was_never_measured_looks_cheaper_to_the_optimist_than_what_was() -
     assert hoped[15] < 0.9 * thought[15]
 
 
+def test_a_drafters_first_round_does_not_count() -> None:
+    """It takes several times as long as the next ones."""
+    with_it, without = DraftCosts(), DraftCosts()
+    with_it.observe(1, 32, 0.008, 0.0, 1)
+    without.observe(1, 32, 0.0012, 0.0, 1)
+    for drafts in (with_it, without):
+        for _ in range(5):
+            drafts.observe(1, 8, 0.0012, 0.0, 1)
+    assert with_it.predict(1, 8, 0.0) == without.predict(1, 8, 0.0) == pytest.approx(0.0012, rel=0.1)
+
+
+def test_drafts_of_many_nodes_are_not_thought_dear_because_few_were_asked_for() -> None:
+    """Waits that scatter as they do in service, all of the same mean: what nobody asked for stays near it."""
+    rng = random.Random(2)
+    drafts = DraftCosts()
+    for _ in range(3000):
+        sequences = rng.choice((1, 2))
+        drafts.observe(sequences, rng.choice((2, 3, 4)), 0.0015 * math.exp(rng.gauss(0, 0.4)), 0.0, 1)
+    assert drafts.predict(1, 3, 0.0) == pytest.approx(0.0015, rel=0.3)
+    assert drafts.predict(2, 32, 0.0) < 0.004
+
+
 def test_draft_costs_take_their_scale_from_the_first_measurements_and_a_slowed_drafter_at_once() -> None:
     drafts = DraftCosts()
     assert not drafts.known
